@@ -239,7 +239,7 @@ class UserDialogue:
             return _fail(misfit)
         try:
             if tool.is_method:
-                reply = await self._instance.call_method(call.name, call.arguments)
+                reply = await self._instance.perform("method", call.name, call.arguments)
             else:
                 key = *self._key, "tool", self._calls
                 reply = await self._responder.runner.call_tool(key, tool, call.arguments)

@@ -148,7 +148,7 @@ class Instance:
 
     async def reset(self, columns: dict[str, Any]) -> str:
         """Make the instance; return its observation."""
-        return (await self._perform("reset", columns))["text"]
+        return (await self.perform("reset", columns))["text"]
 
     def check_observation(self, observation: str, example: Example) -> None:
         """Raise RewardError unless the prompt ends with the observation of the completion's `reset`.
@@ -164,12 +164,9 @@ class Instance:
 
     async def step(self, text: str) -> tuple[str, bool]:
         """Return its answer to a turn, and whether the completion is over."""
-        reply = await self._perform("step", text)
+        reply = await self.perform("step", text)
         self._steps_reward += reply["reward"]
         return reply["text"], reply["done"]
-
-    async def call_method(self, name: str, arguments: dict[str, Any]) -> Reply:
-        return await self._perform("method", name, arguments)
 
     async def compute_reward(self) -> dict[str, float]:
         """Return the completion's reward by name: that of get_reward, or the sum of the steps' rewards."""
@@ -178,7 +175,7 @@ class Instance:
         reward: float | None = self._steps_reward
         try:
             if self._environment.has_get_reward and not self.is_lost:
-                reward = (await self._perform("get_reward"))["reward"]
+                reward = (await self.perform("get_reward"))["reward"]
         except CallLost:
             pass
         if self.is_lost:
@@ -200,7 +197,8 @@ class Instance:
         finally:
             place.release()
 
-    async def _perform(self, task: str, *arguments: Any) -> Reply:
+    async def perform(self, task: str, *arguments: Any) -> Reply:
+        """Do a task of grpo/tools/session.py."""
         self._calls += 1
         try:
             reply = await self._place.perform((*self._key, self._calls), task, *arguments)

@@ -42,7 +42,11 @@ class EnvironmentClass:
     def __init__(self, name: str):
         """Load it. Raises ConfigError if there is no such class, or it has neither form's methods."""
         loaded = load_function("environment", name, "class")
-        methods = dict(inspect.getmembers(loaded, _is_method)) if inspect.isclass(loaded) else {}
+        # A class method is a method of the class already.
+        members = inspect.getmembers(loaded) if inspect.isclass(loaded) else []
+        methods = {
+            method: member for method, member in members if inspect.isfunction(member) or inspect.ismethod(member)
+        }
         if "reset" not in methods:
             raise ConfigError(f"environment={name!r}: it is no class with a method reset: write one")
         public = {method for method in methods if not method.startswith("_")} - _OURS
@@ -58,10 +62,6 @@ class EnvironmentClass:
         """the tools, without an instance: for their signatures"""
         self.has_get_reward = "get_reward" in methods
         self.gives_reward = self.is_game or self.has_get_reward
-
-
-def _is_method(member: Any) -> bool:
-    return inspect.isfunction(member) or inspect.ismethod(member)  # of a class, a class method is one already
 
 
 def _bind(of: type, method: str) -> Callable:
@@ -125,12 +125,16 @@ class Session:
             case "tool" | "method":
                 return {"text": self._cut(_to_text(returned)), "failed": False}
             case "reset":
-                return {"text": clean(_read_observation(returned))}
+                if not isinstance(returned, str | None):
+                    raise Misuse(f"returned {returned!r:.200}: reset must return a text, or None")
+                return {"text": clean(returned or "")}
             case "step":
                 text, reward, done = _read_step(returned)
                 return {"text": self._cut(text), "reward": reward, "done": done}
             case "get_reward":
-                return {"reward": _read_reward(returned)}
+                if not is_reward(returned):
+                    raise Misuse(f"returned {returned!r:.200}: get_reward must return a finite number, or None")
+                return {"reward": None if returned is None else float(returned)}
         return {}
 
     def _explain(self, task: str, error: BaseException) -> Reply:
@@ -145,13 +149,6 @@ class Session:
         if (missing := len(text) - self._longest) > 0:
             text = f"{text[: self._longest]}... ({missing} more characters)"
         return clean(text)
-
-
-def _read_observation(returned: Any) -> str:
-    """Return the result of `reset` as text. Raises Misuse unless it is text or None."""
-    if returned is not None and not isinstance(returned, str):
-        raise Misuse(f"returned {returned!r:.200}: reset must return a text, or None")
-    return returned or ""
 
 
 def _read_step(returned: Any) -> tuple[str, float, bool]:
@@ -169,13 +166,6 @@ def _read_step(returned: Any) -> tuple[str, float, bool]:
         f"returned {returned!r:.200}: step must return (observation, reward, done): a text or None, a finite number, "
         "and True where the completion is over"
     )
-
-
-def _read_reward(returned: Any) -> float | None:
-    """Check the result of `get_reward`. Raises Misuse if it is no reward."""
-    if not is_reward(returned):
-        raise Misuse(f"returned {returned!r:.200}: get_reward must return a finite number, or None")
-    return None if returned is None else float(returned)
 
 
 def _to_text(returned: Any) -> str:
