@@ -34,11 +34,9 @@ class ContinuousSampler(LocalSampler):
     """The sampler that keeps its rows full. Sequences beyond `longest_packed` are left to transformers' `generate`."""
 
     def __init__(self, *arguments, longest_packed: int, look_every: int | None = None, graphs: Callable | None = None):
-        """Take the arguments of LocalSampler, and `longest_packed`, the batcher's.
-
-        Every `look_every` tokens the host waits for the device and asks which rows have ended; until then they draw on.
-        With `graphs`, StepGraphs or a function that makes one for a device, steps have few shapes, which CUDA records.
-        """
+        """Take the arguments of LocalSampler, and the batcher's `longest_packed`. Every `look_every` tokens the host
+        asks the device which rows have ended. With `graphs`, StepGraphs or a function that makes one for a device,
+        steps have few shapes, which CUDA records."""
         super().__init__(*arguments)
         self._graphs = graphs
         on_cpu = self._model.device.type == "cpu"
@@ -111,10 +109,8 @@ class _Loop:
                 self._waiting.append(completion)
 
     def _take_answers_in(self) -> bool:
-        """Take in the answers that are due, and wait for them. Return whether there were any.
-
-        Answers that have had half as long are taken in with them, as a pass for each costs more.
-        """
+        """Take in the answers that are due, and wait for them; with them those that have had half as long, as a pass
+        for each costs more. Return whether there were any."""
         if not self._waiting or self._waiting[0].due > self._steps:
             return False
         rows: list[int] = []

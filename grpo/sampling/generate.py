@@ -113,10 +113,8 @@ class LocalSampler(Sampler):
         vision: Vision | None = None,
         turns: Responder | None = None,
     ):
-        """`rows`: the completions that are drawn at a time; the copies of an example are drawn together.
-
-        With `turns`, `sample` and `greedy` draw completions of several segments. `stream` draws one segment.
-        """
+        """`rows`: the completions that are drawn at a time; the copies of an example are drawn together. With `turns`,
+        `sample` and `greedy` draw completions of several segments, and `stream` one segment."""
         self._model, self._tokenizer, self.eos_token_ids, self._rows = model, tokenizer, eos_token_ids, rows
         self._vision, self._turns = vision, turns
         self._max_new_tokens, self._policy_version = max_completion_length, 0
@@ -151,10 +149,7 @@ class LocalSampler(Sampler):
     def _draw_by_generate(
         self, order: Order, turns: Responder | None, on_tokens: OnTokens | None = None
     ) -> list[list[Rollout]]:
-        """Draw a segment of each completion in a call, and feed its answer in the next one.
-
-        A call may leave a segment without an end: the next one draws the rest.
-        """
+        """Draw a segment of each completion in a call, which the next one goes on with, or feeds the answer."""
         groups, total = Groups(order), len(order.examples) * order.copies
         at_once = max(1, self._rows // order.copies) * order.copies
         for start in range(0, total, at_once):

@@ -27,17 +27,12 @@ from grpo.wire.picture_files import PicturedPrompt
 
 
 class StepGraphs:
-    """Steps of the decode loop as CUDA graphs, the hundreds of kernels of a forward pass in one launch.
-
-    One graph for each shape. On other devices each step is a plain call.
-    """
+    """Steps of the decode loop as CUDA graphs, one for each shape: the hundreds of kernels of a forward pass in one
+    launch. On other devices each step is a plain call."""
 
     def __init__(self, device: torch.device, refuse_waits: bool = False):
-        """With `refuse_waits` raise RuntimeError if the host waits for the device in a shape's first step.
-
-        In a recording that would raise too, but spoil torch's allocator. For the trial at the start alone: the refusal
-        holds for the whole process, and in a run other threads (rewards) may use the device meanwhile.
-        """
+        """With `refuse_waits` raise RuntimeError if the host waits for the device in a shape's first step: a recording
+        would spoil torch's allocator. For the trial alone: it holds for the whole process, other threads too."""
         self._device, self._refuse_waits = device, refuse_waits
         self.forget()
 
@@ -89,10 +84,8 @@ SLOT, COPY, PROMPT, BASE, TOKEN, PLACE, ADDED = range(7)
 
 
 def slots(prompts: int, rows: int, copies: int) -> int:
-    """Return how many prompts the cache holds at a time.
-
-    A prompt keeps its slot until its longest completion ends: so twice as many as fill the rows at once.
-    """
+    """Return how many prompts the cache holds at a time: twice as many as fill the rows at once, as a prompt keeps its
+    slot until its longest completion ends."""
     return min(prompts, 2 * -(-rows // copies) if copies > 1 else rows)
 
 
@@ -109,10 +102,7 @@ class Rows:
         graphs: StepGraphs | None,
         vision: Vision | None,
     ):
-        """`rows`: completions at a time, at most. `longest`: tokens of a completion, at most.
-
-        `ends`: the ids that end a segment.
-        """
+        """`rows`: most completions at a time. `longest`: most tokens of one. `ends`: the ids that end a segment."""
         self._model, self._vision, self._graphs = model, vision, graphs
         self._body, self._head, self._device = body_of(model), Head.of(model, order.temperature), model.device
         prompts, copies = len(order.examples), order.copies
@@ -170,8 +160,8 @@ class Rows:
     ) -> None:
         """Draw the first token of completions in these rows, which were free.
 
-        `cells`: slot and tokens of each one's prompt and so on, the state up to BASE. `hidden`: the last hidden state
-        of its prompt. `numbers`: its random numbers, float64 [longest].
+        `cells`: the state of each up to BASE. `hidden`: the last hidden state of its prompt. `numbers`: its random
+        numbers, float64 [longest].
         """
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
@@ -272,12 +262,8 @@ class Rows:
             self._graphs.forget()
 
     def _bucket(self, rows: int) -> Shape:
-        """Return sizes that the rows fit, of which a call has few.
-
-        Rows: powers of two, fewer and fewer from when no completion is left to begin. Tokens of a row: the cache's
-        room, each GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of
-        them.
-        """
+        """Return sizes that the rows fit, of which a call has few: powers of two of rows, and the cache's room, each
+        GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of them."""
         rows = min(1 << (rows - 1).bit_length(), self.count)
         return Shape(rows, self.slots, self._longest_prompt, self._cache.room)
 

@@ -33,11 +33,8 @@ _Result = TypeVar("_Result")
 def start_turns(
     config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
 ) -> UserResponder | None:
-    """Return the responder to the policy, or None. `config` has AnswerSection's settings too; a turn ends with one of
-    `eos_token_ids`.
-
-    Raises ConfigError if a function or class cannot be used, or the tokenizer's chat template has no tools.
-    """
+    """Return the responder to the policy, or None. A turn ends with one of `eos_token_ids`. Raises ConfigError if a
+    function or class cannot be used, or the tokenizer's chat template has no tools."""
     return UserResponder(config, tokenizer, eos_token_ids) if config.has_turns else None
 
 
@@ -77,10 +74,7 @@ class UserResponder:
         self._lock = threading.Lock()
 
     def observe(self, columns: dict[str, Any]) -> str:
-        """Return the environment's observation of a dataset's row, the end of the prompt; "" without an environment.
-
-        From any thread. Raises RewardError if reset fails.
-        """
+        """See Responder."""
         return "" if self.environment is None else run_in_loop(self._observe(columns)).result()
 
     def try_on(self, example: Example) -> None:

@@ -36,10 +36,8 @@ class AnswerTemplate:
         template_kwargs: dict[str, Any] | None,
         answers_as_user: bool,
     ):
-        """Try the template with tools, and with an environment's messages if `answers_as_user`.
-
-        Raises ConfigError if it leaves out tools or answers, or ends a turn otherwise than the policy.
-        """
+        """Try the template with tools, and with an environment's messages if `answers_as_user`. Raises ConfigError if
+        it leaves out tools or answers, or ends a turn otherwise than the policy."""
         self._tokenizer, self._schemas = tokenizer, schemas
         self._kwargs = {**(template_kwargs or {}), **({"tools": schemas} if schemas else {})}
         self._ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
