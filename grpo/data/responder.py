@@ -33,11 +33,9 @@ class Dialogue(Protocol):
         Returns None if the segment alone says that the completion is over, such as one that calls no tool: a sampler
         then need not wait. It must not depend on how fast anything is.
         """
-        ...
 
     def close(self) -> None:
         """Free the completion's resources, such as its environment. Any number of times, in any state."""
-        ...
 
 
 class Responder(Protocol):
@@ -51,14 +49,12 @@ class Responder(Protocol):
 
         From any thread. Raises RewardError if the environment fails.
         """
-        ...
 
     def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
         """Begin a completion of this example. The sampler closes it.
 
         Its random numbers, the answers' too, follow from `name`: seed, group, number in the group; None if greedy.
         """
-        ...
 
 
 def close_all(dialogues: Iterable[Dialogue]) -> None:

@@ -79,22 +79,18 @@ class Sampler(Protocol):
         the last bits of log-probs. `on_groups` is called with the completions of examples, by their index, soon after
         the last of them has ended and while others are still being drawn: once for each example, perhaps with several.
         """
-        ...
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
         """Return the completion of each example whose every token is the most likely one."""
-        ...
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
         """Draw one completion; a temperature of 0 is greedy. Call `on_token(ids so far)` after each token.
 
         If `on_token` returns True, the completion stops there, unfinished.
         """
-        ...
 
     def update_weights(self, version: int) -> None:
         """Draw from now on with the policy after `version` updates, which each `Rollout` then carries.
 
         Returns at once if the sampler has that version already.
         """
-        ...
