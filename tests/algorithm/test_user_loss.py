@@ -151,10 +151,11 @@ def test_it_is_the_file_that_was_tried_wherever_a_reward_function_goes(copies, t
     assert torch.equal(value, compute("grpo", {})[0])
 
 
-def test_its_file_must_be_the_same_on_every_machine(copies):
-    config = parse_arguments(TrainerConfig, "", ["--loss_type", f"{copies}:copy_of_grpo"])
+def test_the_files_of_loss_and_estimator_must_be_the_same_on_every_machine(copies):
+    options = ["--loss_type", f"{copies}:copy_of_grpo", "--advantage_estimator", f"{copies}:compare"]
+    config = parse_arguments(TrainerConfig, "", options)
     first = describe_inputs(config, {}, {}, [[], []])
     Path(copies).write_text(COPIES + "\n")
     second = describe_inputs(config, {}, {}, [[], []])
-    name = f"the fingerprint of the file of {copies}:copy_of_grpo"
-    assert {one for one in first if first[one] != second[one]} == {name}
+    changed = {f"the fingerprint of the file of {copies}:{name}" for name in ("copy_of_grpo", "compare")}
+    assert {name for name in first if first[name] != second[name]} == changed
