@@ -100,7 +100,7 @@ def lower_limits(body_bytes: int = 64 << 20, sequences: int = 4096) -> None:
 def summarise_each_second() -> None:
     from grpo.server import monitor
 
-    monitor.SUMMARY_SECONDS = 1
+    monitor.SUMMARY_SECONDS = monitor.SAMPLE_SECONDS = 1
 
 
 def set_clock_back(when: str) -> None:

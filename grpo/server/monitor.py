@@ -24,18 +24,21 @@ from prometheus_client import (
     generate_latest,
 )
 
-from grpo.server.history import SECONDS, WORK, History
 from grpo.wire.refusals import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS, ProtocolError
 
 log = logging.getLogger("ref_server")
 
 SUMMARY_SECONDS = 60
-SAMPLE_SECONDS = 1
+SAMPLE_SECONDS = 5
+POINTS = 120
+"""points of the page's curves, one every SAMPLE_SECONDS: ten minutes"""
 _LATENCIES = 1000
 _CLIENTS = 50
 _CLIENT_SECONDS = 600
 _ERRORS = 20
 _DEVICE = ("device", "device_total", "device_peak")
+_WORK = ("tokens", "fed", "budget", "seconds")
+"""sums over forward passes, as in Pass"""
 _MetricT = TypeVar("_MetricT", Counter, Gauge, Histogram)
 
 
@@ -74,7 +77,7 @@ class _Client:
 
 
 class Monitor:
-    """Counters and recent history of the server. All methods may be called from any thread."""
+    """Counters and curves of the server. All methods may be called from any thread."""
 
     CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -111,9 +114,9 @@ class Monitor:
 
         self._lock = threading.Lock()
         self._began = time.monotonic()
-        self._histories = [History(seconds, self._began) for seconds in SECONDS]
-        self._sampled: Tally[str] = Tally()  # the sums at the last sample
-        self._working_since = math.inf  # when the first pass since the last sample began
+        self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS)
+        self._sampled: Tally[str] = Tally()  # the sums at the last point
+        self._working_since = self._began  # the start of the passes since then
         self._unsampled = 0  # answers since then
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
         self._clients: OrderedDict[str, _Client] = OrderedDict()
@@ -127,10 +130,9 @@ class Monitor:
         return kind(f"grpo_ref_{name}", text, registry=self._registry, **options)
 
     def drawn(self, tokens: int) -> None:
-        """Count tokens that workers have drawn, in the second before now."""
+        """Count tokens that workers have drawn."""
         with self._lock:
             self._sums["tokens"] += tokens
-            self._working_since = min(self._working_since, time.monotonic() - SAMPLE_SECONDS)
 
     def scored(self, done: Pass) -> None:
         """Count a forward pass."""
@@ -140,7 +142,7 @@ class Monitor:
         self._fill.observe(done.fed / done.budget)
         self._forward_seconds.inc(done.seconds)
         with self._lock:
-            sums = {name: getattr(done, name) for name in ("tokens", "padded", "fed", "budget", "seconds")}
+            sums = {name: getattr(done, name) for name in (*_WORK, "padded")}
             self._sums.update(sums, sharing=done.saved_by_sharing, packing=done.saved_by_packing)
             self._working_since = min(self._working_since, done.began)
 
@@ -181,27 +183,31 @@ class Monitor:
         log.debug("%s %s %d %d tokens %.1f ms %s %r", method, path, status, tokens, seconds * 1e3, address, client)
 
     def sample(self, held: dict[str, tuple[int, int]]) -> None:
-        """Add a sample to the curves, every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""
-        now, use = time.monotonic(), self.device_use() if self.device_use else None
-        memory = self.device_memory()[0] if self.device_memory else _resident()
-        state = {
-            "queue_tokens": sum(tokens for tokens, _ in held.values()),
-            "queue_requests": sum(requests for _, requests in held.values()),
-            "device_use": math.nan if use is None else use,
+        """Add a point to the curves, every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""
+        now = time.monotonic()
+        point = {
+            "queue_tokens": add_up(held)[0],
+            "device_use": self.device_use() if self.device_use else None,
+            "memory": self.device_memory()[0] if self.device_memory else _resident(),
+            **dict.fromkeys(_WORK, 0.0),
         }
         with self._lock:
-            work = {name: self._sums[name] - self._sampled[name] for name in WORK}
-            latencies = list(self._latencies)[-self._unsampled :] if self._unsampled else []
-            for history in self._histories:
-                if work["tokens"]:
-                    history.add_work(self._working_since, now, work)
-                history.add_sample(now, state, math.nan if memory is None else memory, latencies)
-            self._sampled, self._working_since, self._unsampled = self._sums.copy(), math.inf, 0
+            latencies = sorted(list(self._latencies)[-self._unsampled :]) if self._unsampled else []
+            point["p50"], point["p99"] = _quantiles(latencies)
+            self._points.append(point)
+            # A pass may be longer than the time of a point: its work is spread evenly over all of its time.
+            count = max(1, round((now - self._working_since) / SAMPLE_SECONDS))
+            worked = list(self._points)[-count:]
+            for name in _WORK:
+                for point in worked:
+                    point[name] += (self._sums[name] - self._sampled[name]) / len(worked)
+            self._sampled, self._working_since, self._unsampled = self._sums.copy(), now, 0
 
     def to_prometheus(self, held: dict[str, tuple[int, int]]) -> bytes:
         """Return metrics in Prometheus' text format. `held`: (tokens, requests) waiting or being scored, by client."""
-        self._queue_tokens.set(sum(tokens for tokens, _ in held.values()))
-        self._queue_requests.set(sum(requests for _, requests in held.values()))
+        tokens, requests = add_up(held)
+        self._queue_tokens.set(tokens)
+        self._queue_requests.set(requests)
         self._clients_waiting.set(len(held))
         if self.device_memory:
             held_on_device, _, peak = self.device_memory()
@@ -219,7 +225,7 @@ class Monitor:
             return {
                 "time": time.time(),
                 "uptime": now - self._began,
-                "history": [{"seconds": history.seconds, **history.curves(now)} for history in self._histories],
+                "history": {"seconds": SAMPLE_SECONDS, **self._curves()},
                 "latency": {"p50": p50, "p99": p99, "requests": len(latencies)},
                 "requests": {str(status): count for status, count in sorted(self._statuses.items())},
                 "tokens": sums["tokens"],
@@ -235,6 +241,20 @@ class Monitor:
                 "errors": [{"ago": now - at, **error} for at, error in reversed(self._errors)],
             }
 
+    def _curves(self) -> dict[str, list[float | None]]:
+        """Return POINTS numbers of each kind, oldest first; None for unknown."""
+        points = [
+            {
+                "tokens_per_second": point["tokens"] / SAMPLE_SECONDS,
+                "busy": min(1.0, point["seconds"] / SAMPLE_SECONDS),
+                "batch_fill": point["fed"] / point["budget"] if point["budget"] else None,
+                **{name: point[name] for name in ("p50", "p99", "memory", "queue_tokens", "device_use")},
+            }
+            for point in self._points
+        ]
+        unknown = [None] * (POINTS - len(points))
+        return {name: unknown + [point[name] for point in points] for name in points[0]} if points else {}
+
     def summary(self, held: dict[str, tuple[int, int]]) -> str | None:
         """Return a line on the time since the last call; None if nothing happened."""
         with self._lock:
@@ -247,11 +267,16 @@ class Monitor:
             return None
         codes = ", ".join(f"{count} x {status}" for status, count in sorted(new.items())) or "none"
         times = ", p50 {:.0f} ms, p99 {:.0f} ms".format(*(1e3 * x for x in _quantiles(latencies))) if latencies else ""
-        waiting, memory = sum(tokens for tokens, _ in held.values()), (_resident() or 0) >> 20
+        waiting, memory = add_up(held)[0], (_resident() or 0) >> 20
         return (
             f"last {now - last_time:.0f} s: answers {codes}{times}; {scored / (now - last_time):.0f} "
             f"tokens/s; {waiting} tokens of {len(held)} clients wait; {memory} MiB"
         )
+
+
+def add_up(held: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """Return the tokens and the requests of all clients."""
+    return sum(tokens for tokens, _ in held.values()), sum(requests for _, requests in held.values())
 
 
 def quantile(ordered: list[float], share: float) -> float | None:

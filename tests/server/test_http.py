@@ -23,6 +23,7 @@ from safetensors.numpy import load, save
 from servers import wait_until
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser
+from waitress.task import ErrorTask
 
 import grpo.server.http
 from grpo.config.server import ServerConfig
@@ -555,6 +556,7 @@ WAITRESS = {
     "HTTPChannel.send_continue": "842ebf929f6d",
     "HTTPRequestParser.__init__": "d43d0602efd2",
     "Error.__init__": "02472df738da",
+    "Error.to_response": "ce343408246a",
     "HTTPRequestParser.received": "b466c02de37d",
     "HTTPRequestParser.parse_header": "c2c093b90178",
     "ErrorTask.execute": "4abe3262db04",
@@ -574,7 +576,7 @@ WAITRESS = {
 
 
 def test_waitress_has_the_methods_that_are_replaced_here():
-    methods = {HTTPChannel.service, HTTPChannel.send_continue, HTTPRequestParser.__init__}
+    methods = {HTTPChannel.service, HTTPChannel.send_continue, HTTPRequestParser.__init__, ErrorTask.execute}
     for ours in vars(grpo.server.http).values():
         if isinstance(ours, type) and ours.__module__ == grpo.server.http.__name__:
             theirs = [base for base in ours.__mro__ if base.__module__.startswith("waitress")]

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import status, wait_until
 
 from grpo.model.load import cards_of, device_memory, device_use
-from grpo.server.monitor import Monitor, quantile
+from grpo.server.monitor import Monitor, Pass, quantile
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.refusals import ProtocolError
 
@@ -95,7 +95,6 @@ def test_status_shows_clients_and_errors(watched):
     assert client["waiting"] == 0 and 0 <= client["last_seen"] < 10
     error = shown["errors"][0]
     assert (error["status"], error["code"]) == (400, "malformed") and "vocabulary" in error["message"]
-    assert [(len(curves["p50"]), curves["seconds"]) for curves in shown["history"]] == [(120, 5), (120, 30), (120, 360)]
     assert shown["latency"]["requests"] >= 1 and 0 < shown["latency"]["p50"] <= shown["latency"]["p99"]
 
 
@@ -111,11 +110,8 @@ def test_the_log_has_a_line_a_request_and_a_summary_each_while(watched):
     time.sleep(2)
     assert watched.log.read_text() == quiet  # nothing happened, nothing is said
 
-    def curves():
-        return status(watched)["history"][0]
-
-    wait_until(lambda: curves()["memory"][-1])  # a point is over that began after the server: 10 s at most
-    assert None not in (curves()["queue_requests"][-1], curves()["busy"][-1])
+    curves = status(watched)["history"]
+    assert len(curves["busy"]) == 120 and None not in (curves["queue_tokens"][-1], curves["busy"][-1])
 
 
 def test_at_info_requests_are_not_logged(server):
@@ -168,6 +164,37 @@ def test_the_use_of_the_models_cards_is_known_where_nvidias_library_can_be_asked
 
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
     assert device_use(cards) is None
+
+
+def test_a_long_pass_is_spread_over_its_time(monkeypatch):
+    second = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: 10_000 + second)
+    monitor = Monitor()
+    for second in (5.0, 10.0, 15.0, 20.0):
+        if second == 20:
+            monitor.scored(Pass(tokens=300, padded=300, fed=200, budget=400, began=10_006, seconds=13.5))
+        monitor.sample({"one": (70, 2), "two": (5, 1)})
+    second = 25.0
+    monitor.sample({})  # nothing more was done
+    curves = monitor.status({})["history"]
+    assert curves["seconds"] == 5 and curves["tokens_per_second"] == [None] * 115 + [0, 20, 20, 20, 0]
+    assert curves["busy"][-5:] == pytest.approx([0, 0.9, 0.9, 0.9, 0])
+    assert curves["batch_fill"][-5:] == [None, 0.5, 0.5, 0.5, None]
+    assert curves["queue_tokens"][-2:] == [75, 0] and curves["memory"][-1] > 50e6
+    assert curves["device_use"] == [None] * 120  # unknown, and not zero
+    for _ in range(200):
+        monitor.sample({"one": (9, 1)})
+    assert monitor.status({})["history"]["queue_tokens"] == [9] * 120
+
+
+def test_a_point_of_many_answers_counts_the_newest():
+    monitor = Monitor()
+    for number in range(3000):
+        monitor.answered("POST", "/v1/logprobs", 200, 0.01 if number < 2000 else 0.1, "10.0.0.1")
+    monitor.sample({})
+    monitor.sample({})
+    curves = monitor.status({})["history"]
+    assert curves["p50"][-2:] == curves["p99"][-2:] == [0.1, None]
 
 
 def test_a_client_of_ten_minutes_ago_is_no_longer_shown_unless_it_waits(monkeypatch):
