@@ -32,34 +32,27 @@ class App(bottle.Bottle):
             return start_response(line, headers, exc_info)
 
         answer = super().__call__(environ, start)
-        path, sender = environ["PATH_INFO"], environ.get("REMOTE_ADDR", "")
-        path, seconds = path if path in self._methods() else "other", time.perf_counter() - began
+        path, seconds = environ["PATH_INFO"], time.perf_counter() - began
+        path = path if path in {route.rule for route in self.routes} else "other"
+        sender = environ.get("REMOTE_ADDR", "")
         self._monitor.answered(environ["REQUEST_METHOD"], path, *status, seconds, sender, **facts)
         # bottle keeps a thread's last request and answer until its next ones.
         environ.clear()
         bottle.response.bind()
         return answer
 
-    def _methods(self) -> dict[str, str]:
-        """Return the methods of each path, as a message names them."""
-        methods = {}
-        for route in self.routes:
-            methods[route.rule] = " or ".join(sorted({*methods.get(route.rule, "").split(" or "), route.method} - {""}))
-        return methods
-
     def default_error_handler(self, error: bottle.HTTPError) -> bytes:
         """Return the JSON for an error that is no ProtocolError: 404, 405, or a handler that failed."""
         if error.status_code >= 500:
             log.error("a handler failed", exc_info=error.exception)
-        methods, path = self._methods(), bottle.request.path
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "internal")
-        message = {
-            404: f"this server answers {' '.join(methods)}; its --task is {self._task}",
-            405: f"use {methods.get(path)} for {path}",
-        }.get(error.status_code, "the server failed; its log says how")
+        paths = " ".join(dict.fromkeys(route.rule for route in self.routes))
+        code, message = {
+            404: ("not_found", f"this server answers {paths}; its --task is {self._task}"),
+            405: ("method_not_allowed", f"use {error.get_header('Allow')} for {bottle.request.path}"),
+        }.get(error.status_code, ("internal", "the server failed; its log says how"))
         error.content_type = "application/json"
         refusal = ProtocolError(error.status_code, code, message)
-        bottle.request.environ["note"]["error"] = refusal
+        note(error=refusal)
         return refusal.to_json()
 
 

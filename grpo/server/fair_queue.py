@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 from grpo.model.packing import Batcher, by_prompt
-from grpo.server.client_queues import Batch, ClientQueues, Job, RequestPart, Scores
+from grpo.server.client_queues import Batch, ClientQueues, Job, Scores
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError
 
@@ -28,14 +29,6 @@ class Exchange:
     becomes: str
     """fingerprint of the model after `action`"""
     done: Future[None] = field(default_factory=Future)
-
-
-@dataclass
-class Load:
-    """The tokens and requests that wait or are being scored."""
-
-    tokens: int = 0
-    requests: int = 0
 
 
 class FairQueue:
@@ -62,24 +55,20 @@ class FairQueue:
         """speed that the scorer measures; a guess before the first pass"""
         self.fingerprint = fingerprint
         """fingerprint of the model that answers now"""
-        self._limits = Load(max_queue_tokens, max_requests)
-        self._held: defaultdict[str, Load] = defaultdict(Load)
+        self._max_tokens, self._max_requests = max_queue_tokens, max_requests
+        self._tokens: Counter[str] = Counter()  # waiting or being scored, by client
+        self._requests: Counter[str] = Counter()  # likewise
         self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
         self._waiting = ClientQueues()
         self._exchange: Exchange | None = None
-        self._later = ClientQueues()  # parts that came after the exchange
+        self._later = ClientQueues()  # jobs that came after the exchange
         self._changed = threading.Condition()
         self._closed = False
-
-    @property
-    def depth(self) -> int:
-        """Tokens waiting or being scored."""
-        return sum(tokens for tokens, _ in self.held().values())
 
     def held(self) -> dict[str, tuple[int, int]]:
         """Return (tokens, requests) waiting or being scored, by client."""
         with self._changed:
-            return {client: (held.tokens, held.requests) for client, held in self._held.items()}
+            return {client: (self._tokens[client], requests) for client, requests in self._requests.items()}
 
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[Scores]:
         """Queue a request; the future gives its answer, or raises ProtocolError.
@@ -88,18 +77,15 @@ class FairQueue:
         room.
         """
         job = Job(request, client)
-        rows_of_parts = by_prompt(job.sequences, range(len(job.sequences)))
-        if self._deterministic:
-            rows_of_parts = self._cut_passes(job, rows_of_parts)
-        parts = [RequestPart(job, rows) for rows in rows_of_parts]
+        parts = by_prompt(job.sequences, range(len(job.sequences)))
+        job.parts.extend(map(deque, self._cut_passes(job, parts) if self._deterministic else parts))
         with self._changed:
             self._check_open()
             self._check_room(client, job.tokens_left)
-            job.parts = parts  # not before: job and parts of a refused request would keep each other in memory
-            held = self._held[client]
-            held.tokens, held.requests = held.tokens + job.tokens_left, held.requests + 1
+            self._tokens[client] += job.tokens_left
+            self._requests[client] += 1
             self._jobs[job.future] = job
-            (self._later if self._exchange else self._waiting).add(client, parts)
+            (self._later if self._exchange else self._waiting).add(job)
             self._changed.notify()
         return job.future
 
@@ -120,7 +106,6 @@ class FairQueue:
             if job is None:
                 return
             job.refusal = refusal
-            self._release(job, sum(sum(map(len, job.sequences[row])) for part in job.parts for row in part.waiting))
             self._drop_waiting(job)
             if job.tokens_left == 0:  # else a pass is under way with the rest of it, and `settle` follows
                 self._finish(job)
@@ -175,7 +160,7 @@ class FairQueue:
         """
         with self._changed:
             for job, row in batch:
-                self._release(job, sum(map(len, job.sequences[row])))
+                self._release(job, [row])
         for job in dict.fromkeys(job for job, _ in batch):
             if not job.is_over:
                 continue
@@ -183,7 +168,6 @@ class FairQueue:
                 if job.future not in self._jobs:  # cancelled meanwhile
                     continue
                 self._drop_waiting(job)
-                self._release(job, job.tokens_left)
                 self._finish(job)
             job.resolve(self.fingerprint)
 
@@ -193,49 +177,41 @@ class FairQueue:
             self._closed = True
             futures = [*self._jobs] + ([self._exchange.done] if self._exchange else [])
             self._jobs.clear()
+        message = "the server's worker died: the server is ending"
         for future in futures:
-            future.set_exception(_unavailable("worker_died", "the server's worker died: the server is ending", 5))
+            future.set_exception(ProtocolError(503, "worker_died", message, retry_after=5))
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _unavailable("stopping", "the server is stopping", 5)
+            raise ProtocolError(503, "stopping", "the server is stopping", retry_after=5)
 
     def _check_room(self, client: str, tokens: int) -> None:
         """Raise ProtocolError, 503, for a client that would have more than would stay free for others."""
-        in_all = Load(*(sum(getattr(load, name) for load in self._held.values()) for name in ("tokens", "requests")))
-        of_client = self._held.get(client, Load())
-        over_tokens = of_client.tokens + tokens - (self._limits.tokens - in_all.tokens - tokens)
-        over_requests = of_client.requests + 1 - (self._limits.requests - in_all.requests - 1)
+        of_client, tokens_in_all = self._tokens[client], self._tokens.total()
+        requests_in_all = self._requests.total()
+        over_tokens = of_client + tokens - (self._max_tokens - tokens_in_all - tokens)
+        over_requests = self._requests[client] + 1 - (self._max_requests - requests_in_all - 1)
         if over_tokens <= 0 and over_requests <= 0:
             return
-        if in_all.requests:
-            over_tokens = max(over_tokens, over_requests * in_all.tokens / in_all.requests)
-        # A scored token of this client's counts twice: it has one less, and one more is free.
-        done_counts = 1 + of_client.tokens / max(in_all.tokens, 1)
-        wait = max(1, math.ceil(over_tokens / done_counts / self.tokens_per_second))
-        waiting = f"{in_all.tokens} tokens in {in_all.requests} requests wait already, {of_client.tokens} of them yours"
-        raise _unavailable("busy", f"{waiting}: come back in {wait} s", wait)
+        if requests_in_all:
+            over_tokens = max(over_tokens, over_requests * tokens_in_all / requests_in_all)
+        wait = max(1, math.ceil(over_tokens / self.tokens_per_second))
+        waiting = f"{tokens_in_all} tokens in {requests_in_all} requests wait already, {of_client} of them yours"
+        raise ProtocolError(503, "busy", f"{waiting}: come back in {wait} s", retry_after=wait)
 
     def _drop_waiting(self, job: Job) -> None:
-        for part in job.parts:
-            part.waiting.clear()
+        self._release(job, chain(*job.parts))
+        job.parts.clear()
         self._waiting.drop_empty()
         self._later.drop_empty()
 
     def _finish(self, job: Job) -> None:
-        # Job and parts refer to each other: without this they, and the request's body, would stay in memory until the
-        # garbage collector runs, which is rarely.
-        job.parts.clear()
         del self._jobs[job.future]
-        held = self._held[job.client]
-        held.requests -= 1
-        if held.requests == 0:
-            del self._held[job.client]
+        self._requests[job.client] -= 1
+        if self._requests[job.client] == 0:
+            del self._requests[job.client], self._tokens[job.client]
 
-    def _release(self, job: Job, tokens: int) -> None:
+    def _release(self, job: Job, rows: Iterable[int]) -> None:
+        tokens = job.count_tokens(rows)
         job.tokens_left -= tokens
-        self._held[job.client].tokens -= tokens
-
-
-def _unavailable(code: str, message: str, retry_after: int) -> ProtocolError:
-    return ProtocolError(503, code, message, retry_after)
+        self._tokens[job.client] -= tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import re
 import select
 import socket
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 
 from waitress.adjustments import Adjustments
@@ -24,7 +26,6 @@ from waitress.buffers import OverflowableBuffer
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser, ParsingError
 from waitress.server import TcpWSGIServer
-from waitress.task import ErrorTask
 from waitress.utilities import Error
 
 from grpo.config.errors import ConfigError, allow_open_files
@@ -50,32 +51,43 @@ OnRefused = Callable[[str, str, str, ProtocolError], None]
 
 
 class _Refused(Error):
-    """A ProtocolError as waitress wants its errors."""
+    """A ProtocolError as waitress wants its errors. After the answer it closes the connection."""
 
-    def __init__(self, error: ProtocolError):
+    def __init__(self, error: ProtocolError, has_body: bool):
         super().__init__(error.message)
-        self.code, self.reason, self.error = error.status, HTTPStatus(error.status).phrase, error
+        self.error, self.has_body = error, has_body
+
+    def to_response(self, ident: str | None = None) -> tuple[str, list[tuple[str, str]], bytes]:
+        headers = [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
+        if self.error.retry_after is not None:
+            headers.append(("Retry-After", str(self.error.retry_after)))
+        status = f"{self.error.status} {HTTPStatus(self.error.status).phrase}"
+        return status, headers, self.error.to_json() if self.has_body else b""
 
 
 class _Request(HTTPRequestParser):
     """An incoming request, refused as early as its headers allow."""
 
     command = path = "-"  # waitress sets these when it can read them
-    known = False
-    """whether the sender may ask everything"""
-    body_began: float | None = None
 
     def __init__(self, adj: Adjustments, channel: Channel):
         super().__init__(adj)
-        self.channel, self.began = channel, time.monotonic()
+        self.channel = channel
 
     def refuse(self, error: ProtocolError) -> None:
-        self.error, self.completed = _Refused(error), True
+        self.error, self.completed = _Refused(error, has_body=self.command != "HEAD"), True
 
     def received(self, data: bytes) -> int:
         consumed = super().received(data)
         if self.completed:
             self.expect_continue = False  # for a refused request waitress would send 100 Continue, and read its body
+        if self.error is not None and not isinstance(self.error, _Refused):
+            sentence = {
+                413: f"the body is larger than {BODY_BYTES >> 20} MiB",
+                431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
+            }.get(self.error.code, self.error.body[:300])
+            code = self.error.reason.lower().replace(" ", "_")
+            self.refuse(ProtocolError(self.error.code, code, sentence))
         return consumed
 
     def parse_header(self, header_plus: bytes) -> None:
@@ -86,7 +98,8 @@ class _Request(HTTPRequestParser):
             self.path.encode("latin-1").decode()
         except ValueError as error:  # waitress lets the errors of int() and urlsplit() through
             raise ParsingError("the request line or a header is malformed") from error
-        self.body_began = time.monotonic()
+        server = self.channel.server
+        self.channel.due = time.monotonic() + server.config.body_timeout
         if self.version not in ("1.0", "1.1"):
             raise ParsingError("this server speaks HTTP/1.1 and HTTP/1.0")
         # A proxy before us may see the end of such a request elsewhere (RFC 9112, section 6.1): waitress accepts
@@ -94,10 +107,10 @@ class _Request(HTTPRequestParser):
         if _TRANSFER_ENCODING.search(header_plus):
             self.refuse(ProtocolError(411, "length_required", "send a Content-Length and no Transfer-Encoding"))
             return
-        server = self.channel.server
         allowed, refusal = server.admit(self.path, self.headers)
-        self.known = allowed and refusal is None
-        if not self.known:
+        if allowed and refusal is None:
+            self.channel.known = True
+        else:
             self.headers["CONNECTION"] = "close"  # else a few bytes of many requests could keep it busy for minutes
         fits = self.content_length < self.adj.max_request_body_size  # waitress refuses a larger one itself
         if refusal is None and fits and not server.make_room_for_body(self.channel):
@@ -106,57 +119,25 @@ class _Request(HTTPRequestParser):
             self.refuse(refusal)
 
 
-class _ErrorTask(ErrorTask):
-    """The answer to a request that is refused before the app sees it: JSON as for every other error, then the end."""
-
-    def execute(self) -> None:
-        request, refused = self.request, self.request.error
-        if isinstance(refused, _Refused):
-            error = refused.error
-        else:
-            sentence = {
-                413: f"the body is larger than {BODY_BYTES >> 20} MiB",
-                431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
-            }.get(refused.code, " ".join(refused.body.split())[:300])
-            error = ProtocolError(refused.code, refused.reason.lower().replace(" ", "_"), sentence)
-        body = error.to_json()
-        self.status = f"{error.status} {refused.reason}"
-        self.response_headers += [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
-        if error.retry_after is not None:
-            self.response_headers.append(("Retry-After", str(error.retry_after)))
-        self.set_close_on_finish()
-        self.content_length = len(body)
-        self.write(b"" if request.command == "HEAD" else body)
-        sender = self.channel.addr[0] if self.channel.addr else ""
-        self.channel.server.on_refused(request.command, request.path, sender, error)
-
-
 class Channel(HTTPChannel):
     """A connection: one request at a time, with deadlines for its headers and its body."""
 
-    error_task_class = _ErrorTask
-    asked_before = False
     known = False
     """whether any request of this connection came from a sender who may ask everything"""
     _unread = b""
     """bytes that came after the request in work"""
 
     def __init__(self, *arguments, **options):
-        self.opened = time.monotonic()
+        self.moved_at = time.monotonic()
+        """time.monotonic() of the last byte received or sent"""
+        self.due = self.moved_at + HEADER_SECONDS
+        """the deadline of the incoming headers or body, and of a connection's first request; else infinite"""
         super().__init__(*arguments, **options)
 
     def parser_class(self, adj: Adjustments) -> _Request:
         """Make a request. waitress calls this too, to answer a failure of its own."""
+        self.due = min(self.due, time.monotonic() + HEADER_SECONDS)
         return _Request(adj, self)
-
-    @property
-    def last_activity(self) -> float:
-        """time.monotonic() of the last byte received or sent."""
-        return self._last_activity
-
-    @last_activity.setter
-    def last_activity(self, wall_time: float) -> None:
-        self._last_activity = time.monotonic()  # waitress assigns time.time(), which may be set back
 
     @property
     def body_bytes(self) -> int:
@@ -177,6 +158,7 @@ class Channel(HTTPChannel):
 
     def received(self, data: bytes) -> bool:
         """Read one request at most: waitress would read all that have come, and keep all their answers in memory."""
+        self.moved_at = time.monotonic()
         with self.requests_lock:
             data, self._unread = self._unread + data, b""
             while data and self.connected and not (self.requests or self.will_close or self.close_when_flushed):
@@ -188,9 +170,8 @@ class Channel(HTTPChannel):
                     folder, reason = tempfile.gettempdir(), error.strerror
                     message = f"no room for the body in {folder} ({reason}): the server's disk is full"
                     log.error(message)
-                    self._refuse_partial(ProtocolError(503, "no_space", message, retry_after=5))
+                    self.refuse(ProtocolError(503, "no_space", message, retry_after=5))
                     return False
-                self.known |= self.request.known
                 if self.request.expect_continue and self.request.headers_finished and not self.sent_continue:
                     self.send_continue()
                 if self.request.completed:
@@ -202,21 +183,18 @@ class Channel(HTTPChannel):
         return True
 
     def _start(self, request: _Request) -> None:
-        self.asked_before = True
+        self.due = math.inf
+        if request.error is not None:
+            self.server.on_refused(request.command, request.path, self.addr[0], request.error.error)
         self.requests.append(request)
         self.server.add_task(self)
 
-    def _refuse_partial(self, error: ProtocolError) -> None:
-        """Refuse the incoming request. The caller holds the lock."""
-        partial, self.request = self.request, None
-        partial.refuse(error)
-        self._start(partial)
-
-    def give_up_body(self) -> None:
-        """Refuse the incoming request, to make room for others."""
-        with self.requests_lock:
-            if self.request is not None:  # else its last bytes have just come
-                self._refuse_partial(_too_many_bodies())
+    def refuse(self, error: ProtocolError) -> None:
+        """Refuse the incoming request, if there is one. The caller holds `requests_lock`."""
+        if self.request is not None:
+            partial, self.request = self.request, None
+            partial.refuse(error)
+            self._start(partial)
 
     def check_client_disconnected(self) -> bool:
         """Return whether the client has closed its end, which waitress does not notice while a request is in work.
@@ -232,10 +210,12 @@ class Channel(HTTPChannel):
 
     def _flush_some(self, do_close: bool = True) -> bool:
         flushed = super()._flush_some(do_close)
-        if flushed and not self.total_outbufs_len:  # waitress would keep it until the next answer
-            self.outbufs.pop().close()
-            self.outbufs.append(OverflowableBuffer(self.adj.outbuf_overflow))
-            self.current_outbuf_count = 0
+        if flushed:
+            self.moved_at = time.monotonic()
+            if not self.total_outbufs_len:  # waitress would keep the answer until the next one
+                self.outbufs.pop().close()
+                self.outbufs.append(OverflowableBuffer(self.adj.outbuf_overflow))
+                self.current_outbuf_count = 0
         return flushed
 
     def handle_close(self) -> None:
@@ -243,26 +223,18 @@ class Channel(HTTPChannel):
         if self.request is not None:
             self.request.close()  # free its body now: an idle thread may hold the channel for long
 
-    def check_deadlines(self, body_seconds: float) -> None:
+    def check_deadlines(self) -> None:
         """Close or refuse a late connection. The thread that reads the sockets calls this every second."""
         with self.requests_lock:
             now, partial = time.monotonic(), self.request
             if self.requests:
                 return
             if partial is None or self.will_close or self.close_when_flushed:
-                idle = now - self.last_activity > _IDLE_SECONDS
-                if idle if self.asked_before else now - self.opened > HEADER_SECONDS:
+                if now > self.due or now - self.moved_at > _IDLE_SECONDS:
                     self.handle_close()  # without an answer: it has asked nothing, or does not read
-                return
-            if partial.body_began is None:
-                # The first request has its time from the connection's start: empty lines before it do not count.
-                since, limit = partial.began if self.asked_before else self.opened, HEADER_SECONDS
-                message = f"the headers did not come within {limit:g} s"
-            else:
-                since, limit = partial.body_began, body_seconds
-                message = f"the body did not come within {limit:g} s (--body_timeout)"
-            if now - since > limit:
-                self._refuse_partial(ProtocolError(408, "request_timeout", message))
+            elif now > self.due:
+                part = "body (--body_timeout)" if partial.headers_finished else "headers"
+                self.refuse(ProtocolError(408, "request_timeout", f"the {part} did not come in time"))
 
 
 def _too_many_bodies() -> ProtocolError:
@@ -318,10 +290,11 @@ class HttpServer(TcpWSGIServer):
         channels = list(self.active_channels.values())
         over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * BODY_BYTES
         partial = [channel for channel in channels if channel is not newcomer and channel.body_bytes]
-        for channel in sorted(partial, key=lambda channel: channel.last_activity):
+        for channel in sorted(partial, key=lambda channel: channel.moved_at):
             if over > 0 and not channel.requests:
                 over -= channel.body_bytes
-                channel.give_up_body()
+                with channel.requests_lock:
+                    channel.refuse(_too_many_bodies())
         return over <= 0
 
     def accept(self) -> tuple[socket.socket, tuple] | None:
@@ -353,12 +326,9 @@ class HttpServer(TcpWSGIServer):
         error = ProtocolError(503, "too_many_connections", f"{limit}: come back in 5 s", retry_after=5)
         body = error.to_json()
         head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        with connection:
+        with connection, suppress(OSError):  # it may have closed
             connection.setblocking(False)
-            try:
-                connection.send(f"{head}Retry-After: 5\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-            except OSError:
-                log.debug("a connection beyond the limit closed before its refusal")
+            connection.send(f"{head}Retry-After: 5\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         self.on_refused("-", "-", str(address[0]), error)
 
     def _least_needed(self) -> Channel | None:
@@ -370,7 +340,7 @@ class HttpServer(TcpWSGIServer):
         strangers = Counter(channel.addr[0] for channel in waiting if not channel.known)
         return min(
             waiting,
-            key=lambda channel: (channel.known, -strangers[channel.addr[0]], channel.last_activity),
+            key=lambda channel: (channel.known, -strangers[channel.addr[0]], channel.moved_at),
             default=None,
         )
 
@@ -380,7 +350,7 @@ class HttpServer(TcpWSGIServer):
         if now >= self._next_check:
             self._next_check = now + 1
             for channel in list(self.active_channels.values()):
-                channel.check_deadlines(self.config.body_timeout)
+                channel.check_deadlines()
         return now >= self._next_accept
 
 

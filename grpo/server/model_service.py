@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from grpo.config.server import ServerConfig
 from grpo.server.http import THREADS
+from grpo.server.monitor import add_up
 from grpo.server.service import Service
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
@@ -114,10 +115,10 @@ class ModelService(Service):
 
     def tidy(self) -> None:
         if self.updates is not None:
-            self.updates.drop_abandoned()
+            self.updates.uploads.drop_abandoned()
 
     def drain(self, seconds: float) -> None:
-        log.info("stopping: %d tokens in hand", self.queue.depth)
+        log.info("stopping: %d tokens in hand", add_up(self.held())[0])
         self.scorer.close(seconds)
 
     def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
@@ -147,23 +148,16 @@ class ModelService(Service):
         return encode_answer(LogprobsAnswer(answer.values, answer.fingerprint, request.request_id))
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """Return (tokens, requests) waiting or being scored, by client."""
         return self.queue.held() if self.queue else {}
 
     def current_info(self) -> ServerInfo:
-        return replace(self.info, queue_depth=self.queue.depth if self.queue else 0)
+        return replace(self.info, queue_depth=add_up(self.held())[0])
 
     def status(self) -> dict:
-        config, held = self.config, self.held()
-        return {
-            "health": self.current_info().to_dict(),
-            "deterministic": config.deterministic,
+        tokens, requests = add_up(self.held())
+        limits = {"max_tokens": self.config.max_queue_tokens, "max_requests": MOST_REQUESTS}
+        return super().status() | {
+            "deterministic": self.config.deterministic,
             "max_batch_tokens": self.queue.budget if self.queue else 0,
-            "queue": {
-                "tokens": sum(tokens for tokens, _ in held.values()),
-                "requests": sum(requests for _, requests in held.values()),
-                "max_tokens": config.max_queue_tokens,
-                "max_requests": MOST_REQUESTS,
-            },
-            **self.monitor.status(held),
+            "queue": {"tokens": tokens, "requests": requests, **limits},
         }

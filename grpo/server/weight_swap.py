@@ -14,7 +14,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from transformers import PreTrainedModel
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, require
 from grpo.model.fingerprint import fingerprint_with
 from grpo.model.weights_file import WeightsFile, blocks, named_weights, write_weights
 from grpo.server.fair_queue import FairQueue
@@ -44,7 +45,7 @@ class Upload:
     digest: Any = field(default_factory=hashlib.sha256)
     contents: WeightsFile | None = None
     """the file's tensors, once its header is here"""
-    touched: float = 0.0
+    touched: float = field(default_factory=time.monotonic)
     """time.monotonic() of the last piece that brought something new; infinite while the upload is held"""
 
 
@@ -76,28 +77,27 @@ class UploadSlot:
         with self._lock:
             if piece.sha256 == self._installed:
                 return piece.size
-            upload = self._upload_of(piece)
-            if piece.offset > upload.received:
-                message = f"{upload.received} bytes of this upload are here: send what follows them"
-                raise ProtocolError(409, "missing_piece", message)
-            before = upload.received
             try:
+                upload = self._upload_of(piece)
+                if piece.offset > upload.received:
+                    message = f"{upload.received} bytes of this upload are here: send what follows them"
+                    raise ProtocolError(409, "missing_piece", message)
                 self._append(upload, data[upload.received - piece.offset :])
             except HeaderError as error:
                 self._drop()
                 raise ProtocolError(422, "wrong_weights", str(error)) from error
             except OSError as error:
                 self._drop()
-                raise _no_space(self._folder, error) from error
-            # A client that only asks where to continue, again and again, must not keep the others out.
-            if upload.received > before or upload.touched == 0:
-                upload.touched = max(upload.touched, time.monotonic())
+                message = f"no room for the weights in {self._folder} ({error.strerror}): the server's disk is full"
+                log.error(message)
+                raise ProtocolError(503, "no_space", message, retry_after=5) from error
             return upload.received
 
-    def hold(self, sha256: str) -> Upload:
-        """Return the complete upload, and let no other take its place until `release`.
+    @contextmanager
+    def hold(self, sha256: str) -> Iterator[Upload]:
+        """Lend the complete upload, whose place no other takes meanwhile, to be installed; drop it after an error.
 
-        Raises ProtocolError, 409, for a missing piece.
+        The file of an installed upload stays open: it is the caller's. Raises ProtocolError, 409, for a missing piece.
         """
         with self._lock:
             upload = self._upload if self._upload is not None and self._upload.sha256 == sha256 else None
@@ -106,15 +106,14 @@ class UploadSlot:
                 message = f"the upload is not complete: {received} bytes of it are here"
                 raise ProtocolError(409, "missing_piece", message)
             upload.touched = math.inf
-            return upload
-
-    def release(self, upload: Upload, installed: bool) -> None:
-        """Make place for the next upload. The file of an installed one stays open: it is the caller's."""
-        with self._lock:
-            if installed:
-                self._installed, self._upload = upload.sha256, None
-            elif self._upload is upload:  # the next one may have begun
+        try:
+            yield upload
+        except BaseException:
+            with self._lock:
                 self._drop()
+            raise
+        with self._lock:
+            self._installed, self._upload = sha256, None
 
     def drop_abandoned(self) -> None:
         """Drop an upload that has stalled, and free its disk space."""
@@ -142,17 +141,15 @@ class UploadSlot:
         if piece.size > largest:
             message = f"{piece.size} bytes: this model's weights have {largest} at most"
             raise ProtocolError(422, "wrong_weights", message)
-        try:
-            file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-            self._upload = Upload(piece.sha256, piece.size, file)
-            os.posix_fallocate(file.fileno(), 0, max(1, piece.size))  # a full disk is reported before the weights come
-        except OSError as error:
-            self._drop()
-            raise _no_space(self._folder, error) from error
+        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        self._upload = Upload(piece.sha256, piece.size, file)
+        os.posix_fallocate(file.fileno(), 0, max(1, piece.size))  # a full disk is reported before the weights come
         return self._upload
 
     def _append(self, upload: Upload, data: bytes) -> None:
         view = memoryview(data)
+        if view:  # a client that only asks where to continue, again and again, must not keep the others out
+            upload.touched = time.monotonic()
         while view:
             written = os.pwrite(upload.file.fileno(), view, upload.received)
             upload.digest.update(view[:written])
@@ -181,12 +178,6 @@ class UploadSlot:
             self._upload = None
 
 
-def _no_space(folder: str, error: OSError) -> ProtocolError:
-    message = f"no room for the weights in {folder} ({error.strerror}): the server's disk is full"
-    log.error(message)
-    return ProtocolError(503, "no_space", message, retry_after=5)
-
-
 class WeightSwap:
     """Replaces the model's weights by uploaded ones. All methods may be called from any thread."""
 
@@ -205,27 +196,26 @@ class WeightSwap:
         Raises ConfigError for a folder that cannot be written, an adapter, or a model that is not all in memory.
         """
         self._queue, self._model, self._inputs = queue, model, inputs_fingerprint
-        self._folder, self._on_swap = folder, on_swap
+        self._on_swap = on_swap
         self._weights = named_weights(model)
         self._committing = threading.Lock()
-        fault = ""
-        if hasattr(model, "peft_config"):
-            fault = "whole models come, and this one is an adapter: leave it out, or serve it merged into its base"
-        elif any(tensor.is_meta for tensor in self._weights.values()):
-            fault = "parts of this model are not in memory and cannot be replaced: leave it or device_map out"
-        if fault:
-            raise ConfigError(f"update_folder={folder!r}: {fault}")
+        remedy = "whole models come, and this one is an adapter: leave it out, or serve it merged into its base"
+        require(not hasattr(model, "peft_config"), "update_folder", folder, remedy)
+        remedy = "parts of this model are not in memory and cannot be replaced: leave it or device_map out"
+        require(not any(tensor.is_meta for tensor in self._weights.values()), "update_folder", folder, remedy)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self._kept = self._copy_weights()
+            file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            write_weights(Path(f"/dev/fd/{file.fileno()}"), self._weights)
+            self._kept = WeightsFile(file, os.fstat(file.fileno()).st_size)
             """the served weights, for an exchange that has to be undone"""
         except OSError as error:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
-        self._uploads = UploadSlot(folder, self._weights, patience)
+        self.uploads = UploadSlot(folder, self._weights, patience)
 
     def add(self, query: Mapping[str, str], data: bytes) -> dict:
         """Keep a piece of an upload; return how many bytes are here. Raises ProtocolError as UploadSlot.add does."""
-        return {"received": self._uploads.add(FilePart.of(query), data)}
+        return {"received": self.uploads.add(FilePart.of(query), data)}
 
     def commit(self, query: Mapping[str, str]) -> dict:
         """Swap in the uploaded weights; return when that is done. A repeated commit does nothing.
@@ -243,20 +233,17 @@ class WeightSwap:
                 message = f"the model is {served} and not {commit.replaces}: it was restarted or updated"
                 raise ProtocolError(409, "wrong_model", message)
             began = time.monotonic()
-            upload, installed = self._uploads.hold(commit.sha256), False
-            try:
+            with self.uploads.hold(commit.sha256) as upload:
                 self._check(upload, commit)
-                self._exchange(upload.contents, commit.becomes)
-                installed = True
-            finally:
-                self._uploads.release(upload, installed)
+                # Returns when the new weights are served; raises ProtocolError when the old ones have to stay.
+                new, old = upload.contents, self._kept
+                self._queue.exchange(lambda: self._install(new), lambda: self._install(old), commit.becomes).result()
+                old.close()
+                self._kept = new
             self._on_swap(commit.becomes, commit.sha256)
             seconds = time.monotonic() - began
             log.info("new weights: %s replaces %s (%.1f s)", commit.becomes, commit.replaces, seconds)
         return {"model_fingerprint": commit.becomes}
-
-    def drop_abandoned(self) -> None:
-        self._uploads.drop_abandoned()
 
     def _check(self, upload: Upload, commit: Commit) -> None:
         if upload.digest.hexdigest() != upload.sha256:
@@ -272,18 +259,6 @@ class WeightSwap:
         if becomes != commit.becomes:
             message = f"with these weights this model is {becomes} and not {commit.becomes}: its configuration differs"
             raise ProtocolError(422, "wrong_weights", message)
-
-    def _exchange(self, contents: WeightsFile, becomes: str) -> None:
-        """Return when the new weights are served. Raises ProtocolError when the old ones have to stay."""
-        self._queue.exchange(lambda: self._install(contents), lambda: self._install(self._kept), becomes).result()
-        self._kept.close()
-        self._kept = contents
-
-    def _copy_weights(self) -> WeightsFile:
-        """Write the served weights into a file without a name."""
-        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-        write_weights(Path(f"/dev/fd/{file.fileno()}"), self._weights)
-        return WeightsFile(file, os.fstat(file.fileno()).st_size)
 
     @torch.no_grad()
     def _install(self, contents: WeightsFile) -> None:
