@@ -37,6 +37,10 @@ class ModelInfo:
         return self.tokenizer_fingerprint + self.processor_fingerprint
 
 
+_SENT = {"name": "model", "fingerprint": "model_fingerprint"}
+"""fields of ModelInfo that have another name in the answer"""
+
+
 @dataclass(frozen=True)
 class ServerInfo:
     """The answer to `GET /health`: a server's state, and its model."""
@@ -52,25 +56,9 @@ class ServerInfo:
     """the server's task: logprobs, reward (grpo/wire/rewards.py) or rollouts"""
 
     def to_dict(self) -> dict[str, str | int | bool]:
-        """Return the fields of version 1 in their order: server and model in one flat object."""
-        model = self.model
-        return {
-            "status": self.status,
-            "model": model.name,
-            "model_fingerprint": model.fingerprint,
-            "tokenizer_fingerprint": model.tokenizer_fingerprint,
-            "vocab_size": model.vocab_size,
-            "max_length": model.max_length,
-            "dtype": model.dtype,
-            "device": model.device,
-            "queue_depth": self.queue_depth,
-            "config_fingerprint": model.config_fingerprint,
-            "takes_updates": self.takes_updates,
-            "version": VERSION,
-            "task": self.task,
-            "quantization": model.quantization,
-            "processor_fingerprint": model.processor_fingerprint,
-        }
+        """Return the fields of version 1: server and model in one flat object."""
+        model = {_SENT.get(name, name): value for name, value in vars(self.model).items()}
+        return {"version": VERSION} | vars(self) | model
 
     def to_json(self) -> bytes:
         return json.dumps(self.to_dict()).encode()
@@ -84,8 +72,7 @@ class ServerInfo:
         fields = json.loads(body)
         if not isinstance(fields, dict) or fields.get("version") != VERSION or "status" not in fields:
             raise ValueError(f"not a version {VERSION} reference server: {body[:200]!r}")
-        names = {"name": "model", "fingerprint": "model_fingerprint"}
-        of_model = {name: names.get(name, name) for name in ModelInfo.__dataclass_fields__}
+        of_model = {name: _SENT.get(name, name) for name in ModelInfo.__dataclass_fields__}
         model = ModelInfo(**{name: fields[sent] for name, sent in of_model.items() if sent in fields})
         of_server = cls.__dataclass_fields__.keys() & fields.keys() - {"model"}
         return cls(model=model, **{name: fields[name] for name in of_server})

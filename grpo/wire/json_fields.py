@@ -10,18 +10,18 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from grpo.wire.refusals import check_name, malformed
+from grpo.wire.refusals import check_name, malformed, refuse_doubles
 
 LARGEST_ID = 2**31 - 1
 """largest int32: ids of tokens, groups and versions are sent as int32"""
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body."""
+    """Return the JSON object of a body, in which no object has a name twice."""
     try:
-        content = json.loads(body)
+        content = json.loads(body, object_pairs_hook=refuse_doubles)
     except (ValueError, RecursionError) as error:
-        raise malformed(f"the body is not JSON ({type(error).__name__})") from error
+        raise malformed(f"the body is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise malformed("the body is not a JSON object")
     return content
@@ -59,10 +59,11 @@ def check_amount(name: str, value: object) -> None:
         raise malformed(f"{name} {shown(value)}: send a number of at least 0")
 
 
-def check_hex(name: str, value: object, digits: int) -> None:
-    """Refuse all but so many hex digits in lower case."""
+def check_hex(name: str, value: object, digits: int) -> str:
+    """Return the value; refuse all but so many hex digits in lower case."""
     if not isinstance(value, str) or len(value) != digits or set(value) - set("0123456789abcdef"):
         raise malformed(f"{name} {shown(value)}: send {digits} hex digits")
+    return value
 
 
 def read_ints(name: str, value: object) -> list[int]:

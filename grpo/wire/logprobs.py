@@ -62,8 +62,10 @@ class LogprobsRequest:
 
     @classmethod
     def joined(cls, requests: Sequence[LogprobsRequest]):
-        """Make one request of several requests of one client, all without pictures."""
+        """Make one request of one or several requests of one client, where several have no pictures."""
         first, *others = requests
+        if not others:
+            return first
         name = f"{first.request_id} and {len(others)} more"
         tensors = {field: np.concatenate([getattr(request, field) for request in requests]) for field in _SEQUENCES}
         return replace(first, request_id=name, **tensors)

@@ -47,9 +47,6 @@ class PicturedPrompt(Sequence[int]):
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __repr__(self) -> str:
-        return f"PicturedPrompt({len(self)} ids, {len(self.pictures)} pictures)"
-
     @cached_property
     def digest(self) -> bytes:
         """A digest that no other prompt has."""
@@ -75,12 +72,10 @@ def key_of(prompt: Sequence[int] | np.ndarray) -> bytes:
     return prompt.digest if isinstance(prompt, PicturedPrompt) else np.asarray(prompt, np.int32).tobytes()
 
 
-# The pictures of a prompt as files: PNG or JPEG, perhaps a stranger's, checked before they are decoded.
-
+# Files, perhaps a stranger's, are checked before they are decoded.
 
 MOST_PIXELS = 1 << 26
 """most pixels of a picture: a square of 8,192; decoded it takes 256 MiB, whatever its file has"""
-
 _MOST_READS = 1 << 17
 """most times that Pillow may read from a file: enough for a PNG of 64 MiB in chunks of 8 KiB. Of a file of empty chunks
 it would keep millions, a hundred bytes each"""
@@ -89,7 +84,6 @@ _MOST_SCANS = 200
 _PIXELS_PER_BYTE = 512
 """most pixels of a JPEG for each of its bytes: a block of 8 x 8 has a bit at least. libjpeg fills the rest of a shorter
 file with grey, so that a file of a kilobyte would cost as much as the largest picture"""
-
 # By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG
 # with several pictures (MPO, of many cameras) is read as its first.
 _READERS = {SIGNATURES["png"]: PngImageFile, SIGNATURES["jpg"]: JpegImageFile}
@@ -159,12 +153,13 @@ def _read_header(data: bytes, max_pixels: int) -> ImageFile:
     width, height = picture.size
     if width * height > max_pixels:
         raise PictureError(f"has {width} x {height} pixels: the limit is {max_pixels} in all", is_large=True)
-    if reader is JpegImageFile and width * height > _PIXELS_PER_BYTE * len(data):
-        raise PictureError(f"is damaged (it has {len(data)} bytes for {width} x {height} pixels)")
     if getattr(picture, "is_animated", False):
         raise PictureError("is animated: use a file of one picture")
-    if reader is JpegImageFile and data.count(b"\xff\xda") > _MOST_SCANS:
-        raise PictureError("is damaged (it consists of too many parts)")
+    if reader is JpegImageFile:
+        if width * height > _PIXELS_PER_BYTE * len(data):
+            raise PictureError(f"is damaged (it has {len(data)} bytes for {width} x {height} pixels)")
+        if data.count(b"\xff\xda") > _MOST_SCANS:
+            raise PictureError("is damaged (it consists of too many parts)")
     return picture
 
 

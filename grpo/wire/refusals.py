@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 VERSION = 1
 LOGPROBS_PATH = "/v1/logprobs"
@@ -30,6 +31,8 @@ CONTENT_TYPES = {"logprobs": CONTENT_TYPE, "reward": "application/json"}
 
 _LONGEST_NAME = 128
 """most characters of request_id and client"""
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""half of a surrogate pair, which JSON may have, and no text in UTF-8"""
 
 
 class ProtocolError(Exception):
@@ -56,8 +59,16 @@ def check_number(kind: str, number: int, limit: int) -> None:
 
 
 def check_name(name: str, text: str) -> None:
-    """Raise ProtocolError for a name that is too long, or has half of a surrogate pair, as JSON may."""
+    """Raise ProtocolError for a name that is too long, or has half of a surrogate pair."""
     if len(text) > _LONGEST_NAME:
         raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if HALF_PAIR.search(text):
         raise malformed(f"{name} {text!a} has half of a surrogate pair: send whole characters")
+
+
+def refuse_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make a JSON object, as `object_pairs_hook`. Raises ValueError for a name that stands twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return fields

@@ -6,13 +6,12 @@ They are JSON, so that a request can be typed by hand. A float32 in decimal is r
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from grpo.wire.refusals import ProtocolError, check_name, check_number, malformed
+from grpo.wire.json_fields import check_text, read_fields, read_json
+from grpo.wire.refusals import HALF_PAIR, ProtocolError, check_number, malformed
 
 Message = dict[str, str]
 """a message of a chat: its role (system, user or assistant) and its content"""
@@ -45,22 +44,46 @@ class RewardRequest:
         Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs or far too many
         messages.
         """
-        reader, fields = _Reader(body), {}
-        if reader.peek() != "{":
-            raise malformed("not a JSON object")
-        for name in reader.step_fields():
-            if name not in cls.__dataclass_fields__:
-                raise malformed(f"unknown field {name!r}; use {', '.join(cls.__dataclass_fields__)}")
-            if name in fields:
-                raise malformed(f"field {name!r} stands twice")
-            fields[name] = _read_inputs(reader, max_sequences) if name == "inputs" else reader.read_text(name)
-        reader.check_end()
-        if not fields.get("inputs"):
-            raise malformed(_NO_INPUTS)
-        request = cls(**fields)
-        check_name("request_id", request.request_id)
-        check_name("client", request.client)
+        _check_size(body)
+        request = read_fields(cls, read_json(body))
+        check_text("request_id", request.request_id)
+        check_text("client", request.client)
+        if not (isinstance(request.inputs, list) and request.inputs):
+            raise malformed("inputs should be a list of at least one text or chat")
+        check_number("sequences", len(request.inputs), max_sequences)
+        messages = 0
+        for place, item in enumerate(request.inputs):
+            if isinstance(item, list):
+                messages += len(item)
+                is_input = bool(item) and all(map(_is_message, item))
+            else:
+                is_input = _is_text(item)
+            if not is_input:
+                raise malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')
+        check_number("messages", messages, _MOST_MESSAGES)
         return request
+
+
+def _check_size(body: bytes) -> None:
+    """Refuse JSON of more values than any request has, before it is read.
+
+    As a tree a stranger's JSON takes 25 times its size, and every other thread waits while the tree is built.
+    """
+    texts = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if texts.count(b'"') <= 10 * _MOST_MESSAGES:  # a message has four texts: eight quotes
+        outside = b"".join(texts.split(b'"')[::2])
+        if sum(map(outside.count, (b",", b"[", b"{"))) <= 4 * _MOST_MESSAGES:
+            return
+    message = f"far more values in one request than {_MOST_MESSAGES} messages have: split it"
+    raise ProtocolError(413, "too_many_messages", message)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and not HALF_PAIR.search(value)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(map(_is_text, value.values()))
 
 
 @dataclass(frozen=True)
@@ -80,12 +103,7 @@ class RewardAnswer:
         """Read the body of a 200 answer with `inputs` scores. Raises ProtocolError for any other body."""
         if len(body) > _BYTES_A_SCORE * inputs + _OTHER_BYTES:
             raise malformed(f"the answer has {len(body)} bytes, for {inputs} scores")
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise malformed(f"not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise malformed("not a JSON object")
+        fields = read_json(body)
         scores = fields.get("scores")
         if not isinstance(scores, list) or len(scores) != inputs or not all(isinstance(x, float) for x in scores):
             raise malformed(f"the answer's scores should be {inputs} numbers")
@@ -93,102 +111,3 @@ class RewardAnswer:
         if not np.isfinite(array).all():
             raise malformed("the answer's scores hold NaN or infinity")
         return cls(array, str(fields.get("model_fingerprint", "")), str(fields.get("request_id", "")))
-
-
-_NO_INPUTS = "inputs should be a list of at least one text or chat"
-_BLANKS = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
-
-
-class _Reader:
-    """Reads a JSON body text by text, or raises ProtocolError.
-
-    As one tree, a stranger's JSON takes 25 times its size, and every other thread waits while the tree is built.
-    """
-
-    def __init__(self, body: bytes):
-        try:
-            self._json = body.decode()
-        except UnicodeDecodeError as error:
-            raise malformed(f"not JSON: {error}") from error
-        self._place = 0
-
-    def peek(self) -> str:
-        """Return the next character after blanks; "" at the end."""
-        self._place = _BLANKS.match(self._json, self._place).end()
-        return self._json[self._place : self._place + 1]
-
-    def read_text(self, name: str) -> str:
-        """Read a text; `name` is for the error."""
-        if self.peek() != '"':
-            raise malformed(f"{name} should be a text")
-        try:
-            text, self._place = _DECODER.raw_decode(self._json, self._place)
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise malformed(f"{name} holds half of a surrogate pair, which is no text") from error
-        except ValueError as error:
-            raise malformed(f"not JSON: {error}") from error
-        return text
-
-    def step_items(self, opening: str = "[", closing: str = "]") -> Iterator[None]:
-        """Step through a list. At each step the caller reads the next item."""
-        self._skip(opening)
-        if self.peek() != closing:
-            yield
-            while self.peek() != closing:
-                self._skip(",")
-                yield
-        self._skip(closing)
-
-    def step_fields(self) -> Iterator[str]:
-        """Step through an object. At each step the caller reads the value of the field of this name."""
-        for _ in self.step_items("{", "}"):
-            name = self.read_text("a field's name")
-            self._skip(":")
-            yield name
-
-    def check_end(self) -> None:
-        if self.peek():
-            raise malformed(f"not JSON: more follows at character {self._place}")
-
-    def _skip(self, character: str) -> None:
-        if self.peek() != character:
-            raise malformed(f"not JSON: no {character} at character {self._place}")
-        self._place += 1
-
-
-def _read_inputs(reader: _Reader, max_sequences: int) -> list[Input]:
-    if reader.peek() != "[":
-        raise malformed(_NO_INPUTS)
-    inputs: list[Input] = []
-    messages = 0
-    for place, _ in enumerate(reader.step_items()):
-        check_number("sequences", place + 1, max_sequences)
-        if reader.peek() == '"':
-            inputs.append(reader.read_text(f"input {place}"))
-            continue
-        chat = []
-        for _ in reader.step_items() if reader.peek() == "[" else ():
-            messages += 1
-            check_number("messages", messages, _MOST_MESSAGES)
-            chat.append(_read_message(reader, place))
-        if not chat:
-            raise _no_input(place)
-        inputs.append(chat)
-    return inputs
-
-
-def _read_message(reader: _Reader, place: int) -> Message:
-    message: Message = {}
-    for name in reader.step_fields() if reader.peek() == "{" else ():
-        if name not in ("role", "content") or name in message:
-            raise _no_input(place)
-        message[name] = reader.read_text(f"the {name} of a message of input {place}")
-    if len(message) < 2:
-        raise _no_input(place)
-    return message
-
-
-def _no_input(place: int) -> ProtocolError:
-    return malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from grpo.wire.refusals import malformed
+from grpo.wire.refusals import malformed, refuse_doubles
 
 LONGEST_HEADER = 64 << 10
 """most bytes of the header of a request or an answer: an honest one has less than 2,000. JSON takes many times its size
@@ -53,12 +53,10 @@ def read_header(text: bytes, size: int, widths: Mapping[str, int]) -> tuple[dict
     `size` is the number of bytes of the whole file, `widths` the bytes of a value of each allowed dtype.
     """
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_refuse_doubles)
+        header = json.loads(text.decode(), object_pairs_hook=refuse_doubles)
         json.dumps(header, ensure_ascii=False).encode()  # raises for half of a surrogate pair
-    except HeaderError:
-        raise
     except (ValueError, RecursionError) as error:
-        raise HeaderError(f"not safetensors: its header is not JSON ({type(error).__name__})") from error
+        raise HeaderError(f"not safetensors: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise HeaderError("not safetensors: its header is not a JSON object")
     metadata = {} if (found := header.pop("__metadata__", None)) is None else found
@@ -73,13 +71,6 @@ def read_header(text: bytes, size: int, widths: Mapping[str, int]) -> tuple[dict
     if [*starts, size] != ends:
         raise HeaderError(f"not safetensors: its tensors do not fill its {size} bytes, each byte once")
     return entries, metadata
-
-
-def _refuse_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise HeaderError("not safetensors: its header has a name twice")
-    return fields
 
 
 def _read_entry(name: str, fields: object, base: int, widths: Mapping[str, int]) -> Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from grpo.wire.json_fields import check_hex
 from grpo.wire.refusals import malformed
 
 
@@ -22,7 +23,7 @@ class FilePart:
     @classmethod
     def of(cls, query: Mapping[str, str]) -> FilePart:
         """Read a request's query. Raises ProtocolError, 400."""
-        return cls(_hex(query, "sha256", 64), _count(query, "size"), _count(query, "offset"))
+        return cls(check_hex("sha256", query.get("sha256"), 64), _count(query, "size"), _count(query, "offset"))
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,8 @@ class Commit:
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Commit:
         """Read a request's query. Raises ProtocolError, 400."""
-        return cls(_hex(query, "sha256", 64), _hex(query, "replaces", 16), _hex(query, "becomes", 16))
-
-
-def _hex(query: Mapping[str, str], name: str, digits: int) -> str:
-    text = query.get(name, "")
-    if len(text) != digits or set(text) - set("0123456789abcdef"):
-        raise malformed(f"{name}={text[:80]!r} in the query: send {digits} hex digits")
-    return text
+        digits = {"sha256": 64, "replaces": 16, "becomes": 16}
+        return cls(*(check_hex(name, query.get(name), count) for name, count in digits.items()))
 
 
 def _count(query: Mapping[str, str], name: str) -> int:
