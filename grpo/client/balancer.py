@@ -55,9 +55,6 @@ class Server:
         self.other_model = ""
         """fingerprint of a model that does not belong to this run"""
 
-    def is_usable(self) -> bool:
-        return self.in_rotation and not self.has_trial_request
-
     def seconds_to_answer(self, tokens: int, fastest: float) -> float:
         """Estimate when `tokens` more would be answered; `fastest` is the speed of the fastest server."""
         speed, silence = self.speed or fastest, time.monotonic() - self.active_since
@@ -169,7 +166,7 @@ class Balancer:
                         "ref_request_timeout how long for one answer"
                     )
                 fastest = max(server.speed for server in self.servers) or 1.0
-                usable = [server for server in self.servers if server.is_usable()]
+                usable = [server for server in self.servers if server.in_rotation and not server.has_trial_request]
                 random.shuffle(usable)  # or every rank's first request would go to the same of equal servers
                 best = min(usable, key=lambda server: server.seconds_to_answer(size, fastest), default=None)
                 if best is not None and best.requests < IN_FLIGHT:

@@ -47,16 +47,16 @@ class TaskClient:
     def wait_for_servers(self, kind: str, remedy: str) -> dict[str, ServerInfo]:
         """Wait until every server is ready; return their descriptions by URL. `remedy` ends the message.
 
-        Logs each minute which servers it waits for, and more often at first. The first line has the remedy; new answers
-        of the servers are named once; the last line names the servers' pages. A server that is loading its model has
-        LONGEST_LOADING seconds, any other `ref_startup_timeout`.
+        Logs each minute which servers it waits for, and more often at first. The first line has the remedy; the last
+        line names the servers' pages. A server that is loading its model has LONGEST_LOADING seconds, any other
+        `ref_startup_timeout`.
 
         Raises ServersUnavailable after that time, ServerError for a refused token or certificate.
         """
         began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, FIRST_LINE
         deadlines = {server: Deadline(patience) for server in self.balancer.servers}
         answers: dict[str, ServerInfo] = {}
-        waiting, logged, hint = self.balancer.servers, "", f": start {remedy}"
+        waiting, hint = self.balancer.servers, f": start {remedy}"
         while True:
             passed = time.monotonic() - began
             for server in waiting:
@@ -65,8 +65,7 @@ class TaskClient:
                 except RequestFailure as failure:
                     server.last_outcome = str(failure)
                     if isinstance(failure, ModelLoading):
-                        hint = ""
-                        deadlines[server] = Deadline(patience)
+                        hint, deadlines[server] = "", Deadline(patience)
                         if passed > LONGEST_LOADING:
                             loading = f"{server.url} has been loading its model for {passed:.0f} s"
                             raise ServersUnavailable(f"{loading}: see its log, and start it again") from failure
@@ -79,10 +78,8 @@ class TaskClient:
                 missing = f"no {kind} server at {list_outcomes(silent)} after {patience:.0f} s"
                 raise ServersUnavailable(f"{missing}: start {remedy}")
             if passed >= next_log:
-                outcomes, urls = list_outcomes(waiting), " and ".join(server.url for server in waiting)
-                log.info("waiting for %s (%.0f s)%s", urls if outcomes == logged else outcomes, passed, hint)
-                logged, hint = outcomes, ""
-                next_log = passed + min(60.0, max(BETWEEN_LINES, passed))
+                log.info("waiting for %s (%.0f s)%s", list_outcomes(waiting), passed, hint)
+                hint, next_log = "", passed + min(60.0, max(BETWEEN_LINES, passed))
             time.sleep(min(0.5, max(0.0, min(deadlines[server].seconds_left() for server in waiting))))
 
 

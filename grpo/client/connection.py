@@ -14,12 +14,13 @@ import requests
 from grpo.client.server_errors import ModelLoading, ModelOutdated, RequestFailure, RequestRefused, ServerError
 from grpo.client.sessions import (
     CONNECT_SECONDS,
+    RETRIED,
     certificate_refused,
     check_certificates,
     connection_failed,
     first_line,
     open_session,
-    read_error_message,
+    read_error,
     read_retry_after,
     send_pieces,
     token_refused,
@@ -31,8 +32,6 @@ from grpo.wire.refusals import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PAT
 from grpo.wire.rewards import RewardAnswer
 from grpo.wire.weights import Commit
 
-# A slow or cut body, an upload at another offset, too many requests, a proxy without its server, a server not ready.
-_RETRIED = (408, 409, 429, 502, 503, 504)
 _FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # the setting that names a task's servers
 Answer = TypeVar("Answer", LogprobsAnswer, RewardAnswer)
 
@@ -101,12 +100,12 @@ class Connection:
             )
         except requests.RequestException as error:
             raise connection_failed(error) from error
-        if response.status_code in _RETRIED:
-            reason = f"said {response.status_code}: {read_error_message(response)}"
-            raise RequestFailure(reason, read_retry_after(response))
-        if response.status_code != 200:
-            raise RequestRefused(f"{url} refused a request with {response.status_code}: {read_error_message(response)}")
-        return response
+        if (status := response.status_code) == 200:
+            return response
+        _, message = read_error(response)
+        if status in RETRIED:
+            raise RequestFailure(f"said {status}: {message}", read_retry_after(response))
+        raise RequestRefused(f"{url} refused a request with {status}: {message}")
 
     def health(self, url: str) -> ServerInfo:
         """Return a ready server's description. Raises RequestFailure, or ServerError if waiting cannot help."""
@@ -128,11 +127,8 @@ class Connection:
         except ValueError as error:
             raise ServerError(f"{url} is something else ({error}): set {_FIELDS[self._task]} to the server") from error
         if health.task != self._task:
-            raise ServerError(
-                f"{url} serves {health.model.name} for the task {health.task}, and {_FIELDS[self._task]} needs a "
-                f"server of the task {self._task}: start one with --task {self._task}, or name this one in "
-                f"{_FIELDS.get(health.task, 'another field')}"
-            )
+            remedy = f"set {_FIELDS[self._task]} to a server that was started with --task {self._task}"
+            raise ServerError(f"{url} serves {health.model.name} for the task {health.task}: {remedy}")
         self._check_model(health.model.fingerprint)
         return health
 

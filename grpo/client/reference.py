@@ -45,64 +45,56 @@ def check_reference(
     the policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`, when it may
     be a later reference of this run.
     """
-    urls = " ".join(config.ref_servers)
-    restart = f"restart it with --model_name_or_path {config.model_name_or_path}"
-    _check_processor(config, policy, reference, has_pictures)
-    if reference.tokenizer_fingerprint != policy.tokenizer_fingerprint:
-        raise ServerError(f"{urls} serves {reference.name}, whose tokenizer is not that of {policy.name}: {restart}")
-    if reference.vocab_size != policy.vocab_size:
-        raise ServerError(
-            f"{urls} serves {reference.name} with a vocabulary of {reference.vocab_size}, and {policy.name} has "
-            f"{policy.vocab_size}: {restart}"
-        )
-    if config.longest_sequence > reference.max_length:
-        raise ServerError(
-            f"{urls} takes at most {reference.max_length} tokens a sequence, and max_prompt_length + "
-            f"max_completion_length is {config.longest_sequence}: restart it with a larger --max_length, or lower one "
-            "of them"
-        )
-    if config.ref_update_steps and reference.config_fingerprint != policy.config_fingerprint:
-        raise ServerError(
-            f"{urls} serves {reference.name}, whose configuration is not that of {policy.name}, so it cannot take "
-            f"these weights: {restart}, or set ref_update_steps to 0"
-        )
-    if config.quantization not in ("none", reference.quantization):
-        raise ServerError(
-            f"{urls} serves {reference.name} with quantization {reference.quantization}, and that of the policy is "
-            f"{config.quantization}, so the KL would not begin at 0: restart it with --quantization "
-            f"{config.quantization}, or use ref adapter_off"
-        )
+    urls, restart = " ".join(config.ref_servers), f"restart it with --model_name_or_path {config.model_name_or_path}"
+
+    def require(ok: bool, fault: str) -> None:
+        if not ok:
+            raise ServerError(f"{urls} serves {reference.name}{fault}")
+
+    require(
+        not has_pictures or reference.processor_fingerprint != "",
+        f" without pictures, and prompts of this run have some: {restart}, of the trainer's version",
+    )
+    processors = {policy.processor_fingerprint, reference.processor_fingerprint}
+    limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
+    require(
+        len(processors) == 1 or "" in processors or (config.allow_other_reference and not has_pictures),
+        " and prepares pictures in another way than this run: restart it with the trainer's settings, "
+        f"{' and '.join(limits)}, and the same preprocessor_config.json",
+    )
+    vocabularies = {(info.tokenizer_fingerprint, info.vocab_size) for info in (policy, reference)}
+    require(
+        len(vocabularies) == 1,
+        f", whose vocabulary of {reference.vocab_size} is not that of {policy.name}, {policy.vocab_size}: {restart}",
+    )
+    require(
+        config.longest_sequence <= reference.max_length,
+        f" and takes at most {reference.max_length} tokens a sequence, and max_prompt_length + max_completion_length "
+        f"is {config.longest_sequence}: restart it with a larger --max_length, or lower one of them",
+    )
+    has_config = reference.config_fingerprint == policy.config_fingerprint
+    require(
+        has_config or not config.ref_update_steps,
+        f", whose configuration is not that of {policy.name}, so it cannot take these weights: {restart}, or set "
+        "ref_update_steps to 0",
+    )
+    require(
+        config.quantization in ("none", reference.quantization),
+        f" with quantization {reference.quantization}, and that of the policy is {config.quantization}, so the KL "
+        f"would not begin at 0: restart it with --quantization {config.quantization}, or use ref adapter_off",
+    )
     if reference.fingerprint == policy.fingerprint or any_version:
         return
+    served, begun_with = f"{reference.name} ({reference.fingerprint})", f"{policy.name} ({policy.fingerprint})"
     # The numbers that quantized weights stand for depend on dtype and device: equal configurations are all that shows.
     is_quantized = {reference.quantization, policy.quantization} != {"none"}
-    may_be_same = is_quantized and reference.config_fingerprint == policy.config_fingerprint
-    served, begun_with = f"{reference.name} ({reference.fingerprint})", f"{policy.name} ({policy.fingerprint})"
-    if not (config.allow_other_reference or may_be_same):
-        raise ServerError(
-            f"{urls} serves {served}, which is another model than the policy starts from, {begun_with}: {restart}, or "
-            "set allow_other_reference to train with it"
-        )
-    log.warning(
-        "the reference, %s, has other weights than the policy starts from, %s: the KL will not begin at 0",
-        *(served, begun_with),
+    require(
+        config.allow_other_reference or (is_quantized and has_config),
+        f" ({reference.fingerprint}), which is another model than the policy starts from, {begun_with}: {restart}, or "
+        "set allow_other_reference to train with it",
     )
-
-
-def _check_processor(config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, has_pictures: bool) -> None:
-    urls = " ".join(config.ref_servers)
-    if has_pictures and not reference.processor_fingerprint:
-        raise ServerError(
-            f"{urls} serves {reference.name} without pictures, and prompts of this run have some: restart it with "
-            f"--model_name_or_path {config.model_name_or_path}, of the trainer's version"
-        )
-    differs = reference.processor_fingerprint and reference.processor_fingerprint != policy.processor_fingerprint
-    if policy.processor_fingerprint and differs and (has_pictures or not config.allow_other_reference):
-        limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
-        raise ServerError(
-            f"{urls} serves {reference.name} and prepares pictures in another way than this run: restart it with the "
-            f"trainer's settings, {' and '.join(limits)}, and the same preprocessor_config.json"
-        )
+    message = "the reference, %s, has other weights than the policy starts from, %s: the KL will not begin at 0"
+    log.warning(message, served, begun_with)
 
 
 class ReferenceClient(TaskClient):
@@ -143,12 +135,6 @@ class ReferenceClient(TaskClient):
             self.connection.outdated.update(server.model.fingerprint for server in servers.values())
         return first
 
-    def request_logprobs(
-        self, prompt_ids: list[int], completions: list[list[int]], name: str
-    ) -> Future[list[np.ndarray]]:
-        """Request the log-probs of one prompt's completions as `request_groups` does."""
-        return self.request_groups([(name, prompt_ids, completions)])[0]
-
     def request_groups(
         self, groups: Iterable[tuple[str, list[int], list[list[int]]]]
     ) -> list[Future[list[np.ndarray]]]:
@@ -161,49 +147,38 @@ class ReferenceClient(TaskClient):
             (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
             for name, prompt_ids, completions in groups
         ]
-        for shared in cut_requests(asked) if self._may_share() else ([request] for request in asked):
-            self._threads.submit(self._answer, shared).add_done_callback(partial(_cancel_with, shared))
+        may_share = self._alone.seconds_left() <= 0
+        for shared in cut_requests(asked) if may_share else ([request] for request in asked):
+            self._threads.submit(self._begin, shared).add_done_callback(partial(_cancel_with, shared))
         return [future for _, future in asked]
 
-    def _answer(self, asked: list[_Asked]) -> None:
-        """Send requests together, and give each future its answer. After a failed request the later ones fail too."""
-        asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
-        answers = self._get_answers([request for request, _ in asked])
-        try:
-            for (_, future), logprobs in zip(asked, answers, strict=True):
-                future.set_result(logprobs)
-        except Exception as error:  # raised to whoever waits for the answer, as by an executor
-            for _, future in asked:
-                if not future.done():
-                    future.set_exception(error)
+    def _begin(self, asked: list[_Asked]) -> None:
+        if wanted := [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]:
+            self._answer(wanted)
 
-    def _get_answers(self, requests: list[LogprobsRequest]) -> Iterator[list[np.ndarray]]:
-        """Send requests as one, or one after the other if that fails; yield the log-probs of each.
+    def _answer(self, asked: list[_Asked]) -> None:
+        """Send requests as one, or one after the other if that fails, and give each future its answer or the error.
 
         A slow server may answer each in time and not all together, and a small queue may have no room for all. So the
         shared request is sent once, and each of the others until `ref_deadline`.
         """
-        if len(requests) > 1 and self._may_share():
-            try:
-                logprobs = iter(self._get_logprobs(LogprobsRequest.joined(requests), once=True))
-            except (RequestFailure, RequestRefused) as failure:
+        is_shared = len(asked) > 1
+        try:
+            whole = LogprobsRequest.joined([request for request, _ in asked])
+            body, decode = encode_request(whole), partial(decode_answer, tokens=int(whole.completion_lengths.sum()))
+            answer = self.balancer.send(body, decode, len(whole.input_ids), whole.request_id, once=is_shared)
+            rows = iter(np.split(answer.logprobs, np.cumsum(whole.completion_lengths)[:-1]))
+            for request, future in asked:
+                future.set_result([*islice(rows, len(request.completion_lengths))])
+        except Exception as error:  # raised to whoever waits for the answer, as by an executor
+            if is_shared and isinstance(error, RequestFailure | RequestRefused):
                 self._alone = Deadline(self._config.ref_deadline)
-                log.info("%d groups are sent one by one: their request failed (%s)", len(requests), failure)
+                log.info("%d groups are sent one by one: their request failed (%s)", len(asked), error)
+                for alone in asked:
+                    self._answer([alone])
             else:
-                for request in requests:
-                    yield [*islice(logprobs, len(request.completion_lengths))]
-                return
-        for request in requests:
-            yield self._get_logprobs(request)
-
-    def _may_share(self) -> bool:
-        return self._alone.seconds_left() <= 0
-
-    def _get_logprobs(self, request: LogprobsRequest, once: bool = False) -> list[np.ndarray]:
-        tokens = int(request.completion_lengths.sum())
-        body, decode = encode_request(request), partial(decode_answer, tokens=tokens)
-        logprobs = self.balancer.send(body, decode, len(request.input_ids), request.request_id, once).logprobs
-        return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
+                for _, future in asked:
+                    future.set_exception(error)
 
 
 def cut_requests(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:

@@ -1,15 +1,4 @@
-"""Errors between the trainer and its servers.
-
-ServerError (a RuntimeError)   the servers cannot serve this run: it ends
-+-- ServersUnavailable         no server answered before the deadline
-+-- ServersLost                a rank has no answer; every rank raises it at the same place
-+-- RequestRefused             a server refuses this request; it may take another
-+-- ResultRefused              the pool does not take a worker's completions; the worker may continue
-RequestFailure                 one request failed: the client sends it again
-+-- ModelLoading               the server is loading its model
-+-- ModelOutdated              the server has weights that this run has replaced
-+-- FileFailure                the pool lacks a file, or it came damaged: ask for another way to the same
-"""
+"""Errors between the trainer and its servers: a ServerError ends the run, a RequestFailure is tried again."""
 
 from __future__ import annotations
 

@@ -17,6 +17,9 @@ from grpo.wire.weights import FilePart
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 PIECE_BYTES = 16 << 20  # of a file in one request
+RETRIED = (408, 409, 429, 502, 503, 504)
+"""statuses after which a request is sent again: a slow or cut body, an upload at another offset, too many requests, a
+proxy without its server, a server that is not ready"""
 _LONGEST_PAUSE = 5.0  # seconds between two tries
 
 
@@ -71,7 +74,7 @@ def send_pieces(
 
 
 def connection_failed(error: requests.RequestException) -> RequestFailure:
-    root = root_cause(error)
+    root = _root_cause(error)
     if isinstance(root, TimeoutError):
         return RequestFailure("did not answer in time")
     return RequestFailure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
@@ -79,7 +82,7 @@ def connection_failed(error: requests.RequestException) -> RequestFailure:
 
 def certificate_refused(url: str, error: requests.RequestException) -> ServerError | None:
     """Return the error of a certificate that does not verify; None for another failure."""
-    if not isinstance(root := root_cause(error), ssl.SSLCertVerificationError):
+    if not isinstance(root := _root_cause(error), ssl.SSLCertVerificationError):
         return None
     return ServerError(
         f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
@@ -89,30 +92,23 @@ def certificate_refused(url: str, error: requests.RequestException) -> ServerErr
 
 def token_refused(url: str, token: str | None, users: str) -> ServerError:
     """Return the error of a server that does not take this token, or none. `users` must all have the same one."""
-    if token:
-        return ServerError(f"{url} wants another token: give {users} the same one")
-    return ServerError(f"{url} wants a token: give {users} the same one, with --token_file FILE or {TOKEN_VARIABLE}")
+    kind = "another" if token else "a"
+    return ServerError(f"{url} wants {kind} token: give {users} the same one (--token_file FILE or {TOKEN_VARIABLE})")
 
 
-def root_cause(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     while (inner := error.__context__) is not None:
         error = inner
     return error
 
 
-def read_error_code(response: requests.Response) -> str:
-    """Return the code of a refusal of ours; "" for any other answer."""
+def read_error(response: requests.Response) -> tuple[str, str]:
+    """Return the code and the message of a refusal of ours; of any other answer "" and its first line."""
     try:
-        return str(response.json()["error"]["code"])
+        error = response.json()["error"]
+        return str(error["code"]), str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return ""
-
-
-def read_error_message(response: requests.Response) -> str:
-    try:
-        return response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return first_line(response)
+        return "", first_line(response)
 
 
 def first_line(response: requests.Response) -> str:

@@ -24,11 +24,11 @@ import requests
 from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError, ServersUnavailable
 from grpo.client.sessions import (
     CONNECT_SECONDS,
+    RETRIED,
     certificate_refused,
     connection_failed,
     open_session,
-    read_error_code,
-    read_error_message,
+    read_error,
     read_retry_after,
     seconds_to_next_try,
     send_pieces,
@@ -43,8 +43,6 @@ from grpo.wire.tensors import read_tensors
 
 log = logging.getLogger(__name__)
 
-# A slow or cut body, too many requests, a proxy without its server, a server not ready or with a full disk.
-_RETRIED = (408, 429, 502, 503, 504)
 _Value = TypeVar("_Value")
 
 
@@ -247,14 +245,14 @@ class PoolClient:
             if status in (200, 206, 416):
                 return response
             with response:
-                code, message = read_error_code(response), read_error_message(response)
+                code, message = read_error(response)
         except requests.RequestException as error:
             if refusal := certificate_refused(self.url, error):
                 raise refusal from error
             raise connection_failed(error) from error
         if code == "no_run" and method == "GET":
             return response
-        if status in _RETRIED or code == "no_run" or (status == 409 and code != "other_run"):
+        if code == "no_run" or (status in RETRIED and code != "other_run"):
             raise RequestFailure(f"said {status}: {message}", read_retry_after(response))
         if code == "no_file":
             raise FileFailure(f"said {status}: {message}")
