@@ -322,7 +322,7 @@ class Server:
     def score(self, work: list[Group]) -> list[np.ndarray]:
         """One array a group: its completions' log-probs one after the other."""
         futures = [
-            self.clients[index % CLIENTS].request_logprobs(prompt, completions, f"group {index}")
+            self.clients[index % CLIENTS].request_groups([(f"group {index}", prompt, completions)])[0]
             for index, (prompt, completions) in enumerate(work)
         ]
         while wait(futures, timeout=1.0).not_done:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -72,6 +73,11 @@ def open_client(*urls, **options):
         yield client
     finally:
         client.close()
+
+
+def request(client: ReferenceClient, prompt=PROMPT, completions=COMPLETIONS, name="g") -> Future:
+    """Request the log-probs of one group; the future gives an array for each completion."""
+    return client.request_groups([(name, prompt, completions)])[0]
 
 
 MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)

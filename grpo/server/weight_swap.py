@@ -45,7 +45,7 @@ class Upload:
     digest: Any = field(default_factory=hashlib.sha256)
     contents: WeightsFile | None = None
     """the file's tensors, once its header is here"""
-    touched: float = field(default_factory=time.monotonic)
+    touched: float = 0.0
     """time.monotonic() of the last piece that brought something new; infinite while the upload is held"""
 
 
@@ -148,7 +148,8 @@ class UploadSlot:
 
     def _append(self, upload: Upload, data: bytes) -> None:
         view = memoryview(data)
-        if view:  # a client that only asks where to continue, again and again, must not keep the others out
+        # A client that only asks where to continue, again and again, must not keep the others out.
+        if view or upload.touched == 0:
             upload.touched = time.monotonic()
         while view:
             written = os.pwrite(upload.file.fileno(), view, upload.received)

@@ -398,7 +398,7 @@ def test_a_server_answers_with_the_adapters_logprobs(model_folder, adapters, tmp
         client = ReferenceClient(config)
         assert client.wait_ready().name == str(adapters["DoRA"])
         prompt, rest = [5, 6, 7], [[8, 9, 10, 11], [12, 13]]
-        answers = client.request_logprobs(prompt, rest, "g").result()
+        answers = client.request_groups([("g", prompt, rest)])[0].result()
         client.close()
     model = by_hand(model_folder, adapters["DoRA"])
     for completion, answer in zip(rest, answers, strict=True):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
-from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, exact, fake, open_client, wait_until
+from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, exact, fake, open_client, request, wait_until
 from trainer_runs import lines, options, run_ranks, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,7 +78,7 @@ def server(updated_server):
 
 def check_answers(client, model) -> None:
     for _ in range(6):
-        rows = np.concatenate(client.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60))
+        rows = np.concatenate(request(client).result(timeout=60))
         assert_rounded(rows, exact(model, PROMPT, COMPLETIONS))
 
 
@@ -355,7 +355,7 @@ def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
     with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (client, _):
         assert client.connection.fingerprint == first != describe_of(server)
         with pytest.raises(ServerError, match="has missed an update of the reference"):
-            client.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60)
+            request(client).result(timeout=60)
 
 
 @pytest.mark.slow

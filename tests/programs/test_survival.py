@@ -201,9 +201,10 @@ def test_a_request_sent_again_to_a_restarted_server_has_the_very_same_answer(mod
         server.wait_ready()
         client = ReferenceClient(TrainerConfig(ref_servers=[server.url]))
         servers.callback(client.close)
-        separately = [client.request_logprobs(*group, "g").result() for group in zip(prompts, completions, strict=True)]
+        groups = [("g", *group) for group in zip(prompts, completions, strict=True)]
+        separately = [client.request_groups([group])[0].result() for group in groups]
         server.process.send_signal(signal.SIGSTOP)  # so that none is answered before the end
-        together = [client.request_logprobs(*group, "g") for group in zip(prompts, completions, strict=True)]
+        together = [client.request_groups([group])[0] for group in groups]
         time.sleep(0.5)
         server.end(signal.SIGKILL)
         assert not any(future.done() for future in together)

@@ -167,10 +167,10 @@ def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tok
     sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 24)
     groups = sampler.sample(examples, 4, config.temperature, seed=1)
     client = ReferenceClient(config)
-    futures = [
-        client.request_logprobs(example.prompt_ids, [rollout.completion_ids for rollout in group], "g")
+    futures = client.request_groups(
+        ("g", example.prompt_ids, [rollout.completion_ids for rollout in group])
         for example, group in zip(examples, groups, strict=True)
-    ]
+    )
     reference = torch.cat([torch.from_numpy(row) for future in futures for row in future.result()])
     client.close()
     prompts = [example.prompt_ids for example in examples for _ in range(4)]

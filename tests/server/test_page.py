@@ -101,7 +101,7 @@ def check_charts(browser):
         words = browser.js(f"document.querySelector('#{id} svg').getAttribute('aria-label')").replace("\xa0", " ")
         assert "over the last 10 min: now" in words and "NaN" not in words, words
     browser.wait("!busy && (clearTimeout(timer), busy = true, pointed = 0.75, draw(), true)")
-    assert browser.text("#queue .reading").endswith("3 min ago")  # 2.5
+    assert browser.text("#queue .reading").endswith("2 min ago")
     browser.js("(pointed = null, busy = false, poll(), 0)")
 
 

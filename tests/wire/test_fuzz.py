@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import random
-import re
 import socket
 import time
 from collections import Counter
@@ -33,7 +32,7 @@ from pictured import drawing
 from pictured import save as save_pictured
 from rounding import assert_rounded
 from safetensors.numpy import load, save
-from servers import exact, open_client
+from servers import exact
 from transformers import AutoModelForCausalLM
 
 from grpo.wire.logprobs import LogprobsRequest, encode_request
@@ -402,23 +401,6 @@ def test_damaged_bodies_with_pictures_are_refused_or_answered(pictured, few):
     kinds = [*DAMAGE, *[pictures] * len(DAMAGE)]
     seen = attack(server, partial(valid_with_pictures, plain), examples, codes, fixed, right, kinds)
     assert min(seen[200], seen[400], seen[422]) > 0, "the damage does not reach everything"
-
-
-@pytest.mark.slow
-def test_the_trainers_client_gets_log_probs_of_pictures_in_a_request_as_large_as_they_are(pictured):
-    server, plain = pictured
-    files = drawing(64, 64, 5), drawing(48, 24, 6, "JPEG")
-    prompt = PicturedPrompt(plain.prompt("<|vision_start|><|image_pad|><|vision_end|>x" * 2, files), files)
-    rows = [[20 + number, 21, 22] for number in range(4)]
-    with open_client(server.url, ref_request_timeout=30, ref_deadline=60) as client:
-        model = client.wait_ready()
-        answers = client.request_logprobs(prompt, rows, "group").result(60)
-    assert re.fullmatch("[0-9a-f]{16}", model.processor_fingerprint)
-    with torch.no_grad():
-        for row, answer in zip(rows, answers, strict=True):
-            assert_rounded(answer, plain.logprobs([*prompt], files, row).numpy())
-    body = encode_request(LogprobsRequest.of(prompt, rows, 1.0))
-    assert len(body) < sum(map(len, files)) + 4 * (len(prompt) + 3) * len(rows) + 1000
 
 
 HEADS = [
