@@ -121,10 +121,6 @@ def coding(value: bytes) -> bytes:
     return POST + b"Transfer-Encoding:" + value + b"\r\n\r\n" + CHUNKS
 
 
-def chunks(body: bytes) -> bytes:
-    return POST + CHUNKED + b"\r\n" + body
-
-
 REFUSED = {
     "length, then chunked": (POST + LENGTH + CHUNKED + b"\r\n" + CHUNKS, 411),
     "chunked, then length": (POST + CHUNKED + LENGTH + b"\r\n" + BODY, 411),
@@ -137,6 +133,7 @@ REFUSED = {
     "length of 1 GB": (length(b"1000000000"), 413),
     "length of 1 GB, expecting": (POST + b"Expect: 100-continue\r\nContent-Length: 1000000000\r\n\r\n", 413),
     "length of 4,000 digits": (length(b"9" * 4000), 413),
+    "length that Python does not read": (length(b"9" * 5000), 400),
     "chunked": (coding(b" chunked"), 411),
     "chunked in capitals": (coding(b" CHUNKED"), 411),
     "chunked twice": (coding(b" chunked, chunked"), 411),
@@ -144,7 +141,7 @@ REFUSED = {
     "chunked after \\x0b": (coding(b" \x0bchunked"), 400),
     "chunked before \\x0b": (coding(b" chunked\x0b"), 400),
     "chunked in the next line": (coding(b"\r\n chunked"), 411),
-    "chunked in HTTP/1.0": (chunks(CHUNKS).replace(b"HTTP/1.1", b"HTTP/1.0"), 411),
+    "chunked in HTTP/1.0": (coding(b" chunked").replace(b"HTTP/1.1", b"HTTP/1.0"), 411),
     "xchunked": (coding(b" xchunked"), 501),
     "chunked, identity": (coding(b" chunked, identity"), 501),
     "identity": (coding(b" identity"), 501),
@@ -152,11 +149,6 @@ REFUSED = {
     "no coding, and a length": (POST + b"Transfer-Encoding:\r\n" + LENGTH + b"\r\n" + BODY, 411),
     "chunked, expecting": (POST + CHUNKED + b"Expect: 100-continue\r\n\r\n" + CHUNKS, 411),
     "coding before a space and a colon": (POST + b"Transfer-Encoding : chunked\r\n" + LENGTH + b"\r\n" + BODY, 400),
-    "chunk size beyond 64 bits": (chunks(b"fffffffffffffffff\r\nhello\r\n0\r\n\r\n"), 411),
-    "chunk size negative": (chunks(b"-5\r\nhello\r\n0\r\n\r\n"), 411),
-    "chunk with an extension": (chunks(b'5;a="\n"\r\nhello\r\n0\r\n\r\n'), 411),
-    "chunk badly ended": (chunks(b"5\r\nhelloXX0\r\n\r\n"), 411),
-    "chunk with a trailer": (chunks(b"5\r\nhello\r\n0\r\nContent-Length: 500\r\n\r\n"), 411),
     "bare LF in a header": (GET + b"X: a\nContent-Length: 5\r\n\r\n", 400),
     "bare CR in a header": (GET + b"X: a\rContent-Length: 5\r\n\r\n", 400),
     "NUL in a header": (GET + b"X: a\x00b\r\n\r\n", 400),
@@ -209,30 +201,11 @@ def test_what_ends_without_doubt_is_answered_and_so_is_what_follows(low, sent, s
     assert [answer[0] for answer in talk(low, sent + BEHIND)] == [status, 200]
 
 
-def test_a_length_that_python_would_not_read_is_a_400(server):
-    answers = talk(server, length(b"9" * 5000) + BEHIND)
-    assert len(answers) == 1 and refused(answers[0]) == (400, "bad_request")
-
-
 def test_requests_in_one_go_are_answered_in_order(low):
     sent = GET + b"\r\n" + POST + LENGTH + b"\r\n" + BODY + GET.replace(b"health", b"nothing") + b"\r\n" + BEHIND
     first, second, third, fourth = talk(low, sent)
     assert json.loads(first[2])["status"] == json.loads(fourth[2])["status"] == "ready"
     assert load(second[2])["logprobs"].shape == (2,) and refused(third) == (404, "not_found")
-
-
-def test_what_follows_a_refused_request_is_lost_and_what_came_before_is_not(low):
-    first, second = talk(low, GET + b"\r\n" + length(b"5, 5") + BEHIND)
-    assert first[0] == 200 and refused(second) == (400, "bad_request")
-
-
-def test_a_request_may_come_byte_by_byte(low):
-    with connect(low) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for place in range(len(GET)):
-            connection.sendall(GET[place : place + 1])
-        connection.sendall(b"\r\n")
-        assert read(connection, 1)[0][0] == 200
 
 
 def test_a_client_that_waits_for_100_continue_gets_it_then_its_answer(low):
@@ -260,17 +233,6 @@ WRONG = [b"", b"Authorization: Bearer wrong\r\n", b"Authorization: s3cret\r\n", 
 def test_without_the_token_no_body_is_waited_for(locked, token, expect):
     answers = talk(locked, POST + token + expect + b"Content-Length: 900000\r\n\r\n")
     assert len(answers) == 1 and refused(answers[0]) == (401, "unauthorized")
-
-
-def test_with_the_token_the_body_is_waited_for(locked):
-    with connect(locked) as connection:
-        connection.sendall(POST + b"Authorization: Bearer s3cret\r\n" + LENGTH + b"\r\n")
-        connection.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            connection.recv(1)
-        connection.settimeout(LATE)
-        connection.sendall(BODY)
-        assert read(connection, 1)[0][0] == 200
 
 
 @pytest.mark.parametrize("path", [b"/metrics", b"/status", b"//status", b"/nothing", b"/v1/logprobs"])

@@ -241,24 +241,21 @@ def test_deterministic_clients_take_turns():
     assert [row[0] for row in desk.fed()] == [20, 40, 20, 21, 21, 22, 22]
 
 
-def test_a_pass_is_noted_with_what_packing_and_sharing_saved():
+@pytest.mark.parametrize(
+    "requests, tokens, padded, fed",
+    [
+        # Without the last of each: 4, 6 and 2 tokens; padded to 6; the first prompt stands once.
+        ([([5, 6, 7], [[8, 9], [8, 9, 10, 11]]), ([10], [[12, 13]])], 12, 18, 9),
+        ([([1, 2, 3, 4], [[], [5]])], 8, 8, 4),
+    ],
+)
+def test_a_pass_is_noted_with_what_packing_and_sharing_saved(requests, tokens, padded, fed):
     desk = Desk(budget=100)
-    answers = [desk.ask([5, 6, 7], [[8, 9], [8, 9, 10, 11]], "a"), desk.ask([10], [[12, 13]], "b")]
-    desk.go(*answers)
+    desk.go(*[desk.ask(*request, client=str(request)) for request in requests])
     note = desk.notes[-1]
-    # Without the last of each: 4, 6 and 2 tokens; padded to 6; the first prompt stands once.
-    assert (note.tokens, note.padded, note.fed, note.budget) == (12, 18, 9, 100)
-    assert (note.saved_by_packing, note.saved_by_sharing) == (6, 3)
+    assert (note.tokens, note.padded, note.fed, note.budget) == (tokens, padded, fed, 100)
+    assert (note.saved_by_packing, note.saved_by_sharing) == (padded - tokens, tokens - fed)
     assert note.seconds > 0
-
-
-def test_a_pass_with_empty_completions_saves_nothing_that_was_not_there():
-    desk = Desk(budget=100)
-    answer = desk.ask([1, 2, 3, 4], [[], [5]])
-    desk.go(answer)
-    note = desk.notes[-1]
-    assert (note.tokens, note.padded, note.fed) == (8, 8, 4)
-    assert (note.saved_by_packing, note.saved_by_sharing) == (0, 4)
 
 
 @pytest.mark.parametrize("config", ["qwen2", "bloom, alibi"])
