@@ -47,7 +47,7 @@ from benchmarks.common import (
     table,
 )
 from benchmarks.ref_server import Server, ours, save_model, say
-from grpo.server.monitor import quantile
+from grpo.server.monitor import quantiles
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 from grpo.wire.refusals import LOGPROBS_PATH, ProtocolError
 
@@ -213,9 +213,8 @@ def report(first: Run, long: Run) -> None:
     rows, step = [], long.seconds / INTERVALS
     for start in (step * place for place in range(INTERVALS)):
         answers = [one for one in long.answers if start <= one.at < start + step]
-        latencies = sorted(one.seconds for one in answers)
         resident = [size for at, size in long.resident if start <= at < start + step]
-        times = [f"{1000 * quantile(latencies, share):.0f}" if latencies else "" for share in (0.5, 0.99)]
+        times = ["" if x is None else f"{1000 * x:.0f}" for x in quantiles([one.seconds for one in answers])]
         speed = sum(one.tokens for one in answers) / step
         held = f"{max(resident) >> 20}" if resident else ""
         rows.append([f"{(start + step) / 60:.3g}", held, f"{speed:.0f}", len(answers), *times])
@@ -224,8 +223,7 @@ def report(first: Run, long: Run) -> None:
 
     rows = []
     for name, one in (("first", first), ("long", long)):
-        latencies = sorted(answer.seconds for answer in one.answers)
-        times = [f"{1000 * quantile(latencies, share):.0f}" if latencies else "" for share in (0.5, 0.99)]
+        times = ["" if x is None else f"{1000 * x:.0f}" for x in quantiles([answer.seconds for answer in one.answers])]
         errors = ", ".join(f"{count} x {code}" for code, count in one.errors.items()) or "none"
         minutes = f"{one.seconds / 60:g}"
         rows.append([name, minutes, f"{one.tokens_per_second():.0f}", len(one.answers), *times, one.busy, errors])

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter as Tally
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -192,8 +192,7 @@ class Monitor:
             **dict.fromkeys(_WORK, 0.0),
         }
         with self._lock:
-            latencies = sorted(list(self._latencies)[-self._unsampled :]) if self._unsampled else []
-            point["p50"], point["p99"] = _quantiles(latencies)
+            point["p50"], point["p99"] = quantiles([*self._latencies][-self._unsampled :] if self._unsampled else [])
             self._points.append(point)
             # A pass may be longer than the time of a point: its work is spread evenly over all of its time.
             count = max(1, round((now - self._working_since) / SAMPLE_SECONDS))
@@ -220,13 +219,13 @@ class Monitor:
         now = time.monotonic()
         device = self.device_memory() if self.device_memory else (None, None, None)
         with self._lock:
-            sums, latencies = self._sums, sorted(self._latencies)
-            padded, (p50, p99) = sums["padded"] or 1, _quantiles(latencies)
+            sums, (p50, p99) = self._sums, quantiles(self._latencies)
+            padded = sums["padded"] or 1
             return {
                 "time": time.time(),
                 "uptime": now - self._began,
                 "history": {"seconds": SAMPLE_SECONDS, **self._curves()},
-                "latency": {"p50": p50, "p99": p99, "requests": len(latencies)},
+                "latency": {"p50": p50, "p99": p99, "requests": len(self._latencies)},
                 "requests": {str(status): count for status, count in sorted(self._statuses.items())},
                 "tokens": sums["tokens"],
                 "saved_by_sharing": sums["sharing"] / padded,
@@ -262,11 +261,11 @@ class Monitor:
             now = time.monotonic()
             self._reported = now, self._statuses.copy(), self._sums["tokens"]
             new, scored = self._statuses - last_statuses, self._sums["tokens"] - last_tokens
-            latencies = sorted(list(self._latencies)[-new[200] :]) if new[200] else []
+            p50, p99 = quantiles([*self._latencies][-new[200] :] if new[200] else [])
         if not new and not scored and not held:
             return None
         codes = ", ".join(f"{count} x {status}" for status, count in sorted(new.items())) or "none"
-        times = ", p50 {:.0f} ms, p99 {:.0f} ms".format(*(1e3 * x for x in _quantiles(latencies))) if latencies else ""
+        times = f", p50 {1e3 * p50:.0f} ms, p99 {1e3 * p99:.0f} ms" if p50 is not None else ""
         waiting, memory = add_up(held)[0], (_resident() or 0) >> 20
         return (
             f"last {now - last_time:.0f} s: answers {codes}{times}; {scored / (now - last_time):.0f} "
@@ -279,14 +278,12 @@ def add_up(held: dict[str, tuple[int, int]]) -> tuple[int, int]:
     return sum(tokens for tokens, _ in held.values()), sum(requests for _, requests in held.values())
 
 
-def quantile(ordered: list[float], share: float) -> float | None:
-    """Return the smallest value that at least this share of the values does not exceed."""
-    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
-
-
-def _quantiles(ordered: list[float]) -> tuple[float | None, float | None]:
-    """Return p50 and p99."""
-    return quantile(ordered, 0.5), quantile(ordered, 0.99)
+def quantiles(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return p50 and p99, each the smallest value that at least this share of the values does not exceed."""
+    ordered = sorted(values)
+    if not ordered:
+        return None, None
+    return tuple(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
 
 
 def _resident() -> int | None:

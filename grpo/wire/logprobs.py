@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from safetensors.numpy import save
 
-from grpo.wire.picture_files import PicturedPrompt, pictures_of
+from grpo.wire.picture_files import PicturedPrompt, PictureError, check_picture, pictures_of
 from grpo.wire.refusals import VERSION, ProtocolError, check_name, check_number, malformed
 from grpo.wire.tensors import int32, read_tensors, uint8
 
@@ -123,15 +123,12 @@ def decode_request(
     ids, prompts, completions = (int32(tensors, name) for name in _SEQUENCES)
     if unknown := tensors.keys() - {*_SEQUENCES, *_PICTURES}:
         raise malformed(f"unknown tensor {min(unknown)!r}; version {VERSION} has no such thing")
-    if len(prompts) == 0:
-        raise malformed("prompt_lengths is empty: send at least one sequence")
-    if len(prompts) != len(completions):
+    if len(prompts) != len(completions) or len(prompts) == 0:
         counts = f"{len(prompts)} prompt_lengths but {len(completions)} completion_lengths"
-        raise malformed(f"{counts}: send one of each a sequence")
-    if prompts.min() < 1:
-        raise malformed(f"a prompt length is {prompts.min()}: every prompt needs at least one token")
-    if completions.min() < 0:
-        raise malformed(f"a completion length is {completions.min()}: lengths cannot be negative")
+        raise malformed(f"{counts}: send one of each a sequence, and at least one sequence")
+    if prompts.min() < 1 or completions.min() < 0:
+        least = f"a prompt length is {prompts.min()} and a completion length {completions.min()}"
+        raise malformed(f"{least}: a prompt has at least one token, and no length is negative")
     check_number("sequences", len(prompts), max_sequences)
     check_number("tokens", len(ids), max_tokens)
     lengths = prompts.astype(np.int64) + completions
@@ -174,17 +171,15 @@ def _with_pictures(request: LogprobsRequest, tensors: dict[str, np.ndarray]) -> 
     data = uint8(tensors, "pictures")
     lengths, counts = (int32(tensors, name).astype(np.int64) for name in ("picture_lengths", "picture_counts"))
     sequences = request.sequences()
-    if len(counts) != len(sequences):
-        raise malformed(f"{len(counts)} picture_counts for {len(sequences)} sequences: send one for each")
-    if counts.min() < -1:
-        raise malformed(f"a picture count is {counts.min()}: send 0 or more, or -1 for the prompt before")
+    if len(counts) != len(sequences) or counts.min() < -1:
+        least = f"{len(counts)} picture_counts from {counts.min(initial=0)} on for {len(sequences)} sequences"
+        raise malformed(f"{least}: send one for each, 0 or more, or -1 for the prompt before")
     check_number("pictures", len(lengths), MOST_PICTURES)
     if (taken := counts.clip(0).sum()) != len(lengths):
         raise malformed(f"picture_counts add up to {taken} but there are {len(lengths)} picture_lengths")
-    if len(lengths) and lengths.min() < 1:
-        raise malformed(f"a picture length is {lengths.min()}: every picture needs at least one byte")
-    if lengths.sum() != len(data):
-        raise malformed(f"picture_lengths add up to {lengths.sum()} but pictures has {len(data)} bytes")
+    if lengths.min(initial=1) < 1 or lengths.sum() != len(data):
+        sizes = f"picture_lengths from {lengths.min(initial=1)} on add up to {lengths.sum()}"
+        raise malformed(f"{sizes} but pictures has {len(data)} bytes: every picture has at least one byte")
     files = [data[end - length : end].tobytes() for end, length in zip(lengths.cumsum(), lengths, strict=True)]
     _check_files(files)
     pictures, left = [], iter(files)
@@ -198,8 +193,6 @@ def _with_pictures(request: LogprobsRequest, tensors: dict[str, np.ndarray]) -> 
 
 def _check_files(files: list[bytes]) -> None:
     """Raise ProtocolError, 400 for a file that is no picture, 422 for too many pixels. Decode none."""
-    from grpo.wire.picture_files import PictureError, check_picture  # Pillow, which a text run does without
-
     pixels = 0
     for number, file in enumerate(files):
         try:

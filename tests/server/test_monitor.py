@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import status, wait_until
 
 from grpo.model.load import cards_of, device_memory, device_use
-from grpo.server.monitor import Monitor, Pass, quantile
+from grpo.server.monitor import Monitor, Pass, quantiles
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.refusals import ProtocolError
 
@@ -127,10 +127,10 @@ def test_the_page_is_one_file_under_a_strict_policy(server):
 
 
 def test_quantiles_are_values_that_occurred():
-    assert quantile([], 0.5) is None
-    assert quantile([3.0], 0.99) == 3.0
-    assert (quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([1.0, 2.0, 3.0, 4.0], 0.99)) == (2.0, 4.0)
-    assert quantile([float(n) for n in range(1, 101)], 0.99) == 99.0
+    assert quantiles([]) == (None, None)
+    assert quantiles([3.0]) == (3.0, 3.0)
+    assert quantiles([4.0, 1.0, 3.0, 2.0]) == (2.0, 4.0)
+    assert quantiles(range(1, 101)) == (50, 99)
 
 
 def test_the_memory_of_the_models_cards_is_shown_and_no_other(monkeypatch):

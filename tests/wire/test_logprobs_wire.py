@@ -80,7 +80,7 @@ WRONG = {
     "one length missing": (dict(completion_lengths=np.array([6], INT32)), "2 prompt_lengths but 1"),
     "empty prompt": (dict(prompt_lengths=np.array([0, 4], INT32)), "a prompt length is 0"),
     "negative prompt": (dict(prompt_lengths=np.array([-3, 7], INT32)), "a prompt length is -3"),
-    "negative completion": (dict(completion_lengths=np.array([6, -1], INT32)), "a completion length is -1"),
+    "negative completion": (dict(completion_lengths=np.array([6, -1], INT32)), "a completion length -1"),
     "sums differ": (dict(completion_lengths=np.array([5, 1], INT32)), "add up to 10 but input_ids has 9"),
     "sum overflows": (dict(completion_lengths=np.array([2**31 - 1, 2**31 - 1], INT32)), "add up to"),
     "id too large": (dict(input_ids=np.full(9, VOCABULARY, INT32)), "vocabulary is 0 to 99"),
@@ -138,31 +138,6 @@ def test_names_have_a_longest(name):
         assert len(getattr(decode(body({name: "é" * length})), name)) == length
     with pytest.raises(ProtocolError, match=f"{name} has 129 characters: use 128 at most"):
         decode(body({name: "x" * 129}))
-
-
-def decode_damaged(body: bytes, damage: list[tuple[int, int]]) -> tuple[bytes, LogprobsRequest | None]:
-    """Return the body with other bytes at some places, and the request that it is; None where it is refused."""
-    damaged = bytearray(body)
-    for place, value in damage:
-        damaged[place] = value
-    try:
-        return bytes(damaged), decode(bytes(damaged))
-    except ProtocolError as error:
-        assert error.status in (400, 413, 422)
-        return bytes(damaged), None
-
-
-VALID = encode_request(LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], 1.0, "x"))
-
-
-@settings(max_examples=1000, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=5))
-def test_damage_is_refused_or_still_a_request(damage):
-    damaged, request = decode_damaged(VALID, damage)
-    if request is not None:
-        assert sum(len(prompt) + len(rest) for prompt, rest in request.sequences()) == len(request.input_ids)
-        for name, tensor in load(damaged).items():  # safetensors' own reader takes it too, and reads the same
-            assert getattr(request, name).tolist() == tensor.tolist()
 
 
 SMALL, WIDE = encoded(), encoded(kind="JPEG")
@@ -225,16 +200,16 @@ WRONG_PICTURES = {
     "missing bytes": (dict(pictures=None), "'pictures' is missing"),
     "int32 bytes": (dict(pictures=np.zeros(5, INT32)), "'pictures' is int32: send uint8"),
     "uint8 counts": (dict(picture_counts=np.zeros(2, np.uint8)), "'picture_counts' is uint8: send int32"),
-    "a count missing": (dict(picture_counts=np.array([2], INT32)), "1 picture_counts for 2 sequences"),
-    "count of -2": (dict(picture_counts=np.array([2, -2], INT32)), "a picture count is -2"),
+    "a count missing": (dict(picture_counts=np.array([2], INT32)), "1 picture_counts .* for 2 sequences"),
+    "count of -2": (dict(picture_counts=np.array([2, -2], INT32)), "2 picture_counts from -2 on"),
     "too few taken": (dict(picture_counts=np.array([1, 0], INT32)), "add up to 1 but there are 2 picture_lengths"),
     "too many taken": (dict(picture_counts=np.array([2, 1], INT32)), "add up to 3 but there are 2"),
     "counts overflow": (dict(picture_counts=np.array([2**31 - 1] * 2, INT32)), "add up to 4294967294"),
     "nothing before": (dict(picture_counts=np.array([-1, 2], INT32)), "sequence 0 has picture count -1"),
     "another prompt before": (dict(picture_counts=np.array([2, -1], INT32)), "sequence 1 has picture count -1"),
-    "empty picture": (dict(picture_lengths=np.array([0, 99], INT32)), "a picture length is 0"),
-    "negative length": (dict(picture_lengths=np.array([-1, 99], INT32)), "a picture length is -1"),
-    "bytes left over": (dict(picture_lengths=np.array([1, 2], INT32)), "picture_lengths add up to 3 but pictures has"),
+    "empty picture": (dict(picture_lengths=np.array([0, 99], INT32)), "picture_lengths from 0 on"),
+    "negative length": (dict(picture_lengths=np.array([-1, 99], INT32)), "picture_lengths from -1 on"),
+    "bytes left over": (dict(picture_lengths=np.array([1, 2], INT32)), "add up to 3 but pictures has"),
     "lengths overflow": (dict(picture_lengths=np.array([2**31 - 1] * 2, INT32)), "add up to 4294967294"),
     "cut elsewhere": (
         dict(picture_lengths=np.array([len(SMALL) + 1, len(WIDE) - 1], INT32)),
@@ -266,15 +241,26 @@ def test_too_many_pictures_or_pixels_are_refused_before_one_is_decoded(files, st
     assert (refused.value.status, refused.value.code) == (status, code)
 
 
+VALID = encode_request(LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], 1.0, "x"))
 WITH_PICTURES = encode_request(LogprobsRequest.of(PICTURED, [[4, 5], [], [6]], 1.0))
 
 
-@settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(WITH_PICTURES) - 1), st.integers(0, 255)), min_size=1, max_size=5))
-def test_damage_to_pictures_is_refused_or_still_a_request(damage):
-    damaged, request = decode_damaged(WITH_PICTURES, damage)
-    if request is not None:
-        tensors = load(damaged)
+@settings(max_examples=1500, deadline=None)
+@given(st.sampled_from([VALID, WITH_PICTURES]), st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=5))
+def test_damage_is_refused_or_still_a_request(body, damage):
+    damaged = bytearray(body)
+    for place, value in damage:
+        damaged[place % len(body)] = value
+    try:
+        request = decode(bytes(damaged))
+    except ProtocolError as error:
+        assert error.status in (400, 413, 422) and bytes(damaged) != body
+        return
+    assert sum(len(prompt) + len(rest) for prompt, rest in request.sequences()) == len(request.input_ids)
+    tensors = load(bytes(damaged))  # safetensors' own reader takes it too, and reads the same
+    for name in ("input_ids", "prompt_lengths", "completion_lengths"):
+        assert getattr(request, name).tolist() == tensors[name].tolist()
+    if "pictures" in tensors:
         counts = tensors["picture_counts"]
         files = [file for count, files in zip(counts, request.pictures, strict=True) if count > 0 for file in files]
         assert b"".join(files) == tensors["pictures"].tobytes()
@@ -328,14 +314,6 @@ def test_a_header_above_64_kib_is_refused_before_it_is_read():
             decoder(large)
         assert tracemalloc.get_traced_memory()[1] < 100_000
         tracemalloc.stop()
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200))
-def test_noise_is_malformed(noise):
-    with pytest.raises(ProtocolError) as refused:
-        decode(noise)
-    assert refused.value.status == 400
 
 
 def test_an_answer_survives_the_way():
