@@ -9,9 +9,8 @@ The first has the defaults, Qwen2.5-1.5B-Instruct on port 59875; the second read
 reward model instead: texts in, scores out. The fourth is a pool, without a model: it hands a trainer's tasks to workers
 on other machines, and their completions to the trainer.
 
-Read it from the top: its answer at each path, its start and its stop. The threads of the web server only parse, queue
-and wait (grpo/server/model_service.py, grpo/pool/pool_service.py); one thread owns the model (grpo/server/scorer.py).
-docs/protocol.md describes the wire.
+The threads of the web server only parse, queue and wait (grpo/server/model_service.py, grpo/pool/pool_service.py); one
+thread owns the model (grpo/server/scorer.py). docs/protocol.md describes the wire.
 """
 
 from __future__ import annotations

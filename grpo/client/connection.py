@@ -15,8 +15,8 @@ from grpo.client.server_errors import ModelLoading, ModelOutdated, RequestFailur
 from grpo.client.sessions import (
     CONNECT_SECONDS,
     RETRIED,
-    certificate_refused,
     check_certificates,
+    connection_error,
     connection_failed,
     first_line,
     open_session,
@@ -112,9 +112,7 @@ class Connection:
         try:
             response = self._session().get(url + HEALTH_PATH, timeout=CONNECT_SECONDS)
         except requests.RequestException as error:
-            if refusal := certificate_refused(url, error):
-                raise refusal from error
-            raise connection_failed(error) from error
+            raise connection_error(url, error) from error
         if response.content == b'{"status": "ok"}':
             raise token_refused(url, self._config.token, "server and trainer")
         if response.status_code != 200:

@@ -80,10 +80,10 @@ def connection_failed(error: requests.RequestException) -> RequestFailure:
     return RequestFailure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
 
 
-def certificate_refused(url: str, error: requests.RequestException) -> ServerError | None:
-    """Return the error of a certificate that does not verify; None for another failure."""
+def connection_error(url: str, error: requests.RequestException) -> RequestFailure | ServerError:
+    """Return what `connection_failed` does, and a ServerError for a certificate that does not verify."""
     if not isinstance(root := _root_cause(error), ssl.SSLCertVerificationError):
-        return None
+        return connection_failed(error)
     return ServerError(
         f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
         "file of the authority that signed it, and write the host as the certificate does"
@@ -92,8 +92,8 @@ def certificate_refused(url: str, error: requests.RequestException) -> ServerErr
 
 def token_refused(url: str, token: str | None, users: str) -> ServerError:
     """Return the error of a server that does not take this token, or none. `users` must all have the same one."""
-    kind = "another" if token else "a"
-    return ServerError(f"{url} wants {kind} token: give {users} the same one (--token_file FILE or {TOKEN_VARIABLE})")
+    remedy = f"give {users} the same one, with --token_file FILE or {TOKEN_VARIABLE}"
+    return ServerError(f"{url} wants {'another' if token else 'a'} token: {remedy}")
 
 
 def _root_cause(error: BaseException) -> BaseException:

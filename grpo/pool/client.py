@@ -25,7 +25,7 @@ from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused
 from grpo.client.sessions import (
     CONNECT_SECONDS,
     RETRIED,
-    certificate_refused,
+    connection_error,
     connection_failed,
     open_session,
     read_error,
@@ -247,9 +247,7 @@ class PoolClient:
             with response:
                 code, message = read_error(response)
         except requests.RequestException as error:
-            if refusal := certificate_refused(self.url, error):
-                raise refusal from error
-            raise connection_failed(error) from error
+            raise connection_error(self.url, error) from error
         if code == "no_run" and method == "GET":
             return response
         if code == "no_run" or (status in RETRIED and code != "other_run"):

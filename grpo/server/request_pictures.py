@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 
 from grpo.model.pictures import PictureProcessor, Vision
 from grpo.wire.logprobs import LogprobsRequest
-from grpo.wire.picture_files import PicturedPrompt, PictureError
+from grpo.wire.picture_files import PicturedPrompt, PictureError, pictures_of
 from grpo.wire.refusals import ProtocolError, malformed
 
 _KEPT_BYTES = 2 * 2**30  # of prepared pictures of requests that wait: 110,000 tokens of Qwen's
@@ -36,24 +37,19 @@ class PictureCheck:
             return
         before = None
         for row, (prompt, _) in enumerate(request.sequences()):
-            if prompt is before:
-                continue
-            places = int((np.asarray(prompt) == self.processor.token_id).sum())
-            if isinstance(prompt, PicturedPrompt):
-                with self._preparing:
-                    self._check_prompt(row, prompt, places)
-            elif places:
-                raise _wrong(row, f"has {places} tokens of a picture (id {self.processor.token_id}) and no picture")
+            if prompt is not before:
+                with self._preparing if isinstance(prompt, PicturedPrompt) else nullcontext():
+                    self._check_prompt(row, prompt)
             before = prompt
 
-    def _check_prompt(self, row: int, prompt: PicturedPrompt, places: int) -> None:
-        made = 0
+    def _check_prompt(self, row: int, prompt: PicturedPrompt | np.ndarray) -> None:
+        places, made = int((np.asarray(prompt) == self.processor.token_id).sum()), 0
         try:
-            for picture in prompt.pictures:
+            for picture in pictures_of(prompt):
                 made += self.processor.count([picture])
                 if made > places:  # prepare no more pictures than the ids, which are limited, stand for
                     break
-            if made == places:
+            if made == places > 0:
                 self.vision.first_position(prompt)
         except PictureError as error:
             raise malformed(f"a picture of sequence {row} {error}") from error

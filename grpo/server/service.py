@@ -22,7 +22,7 @@ _THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.I
 
 
 class Service:
-    """The state of a server, for ModelService and PoolService."""
+    """The state of a server, for ModelService and PoolService, which add `load` and `description`."""
 
     def __init__(self, config: ServerConfig, model: ModelInfo):
         self.config = config
@@ -31,14 +31,6 @@ class Service:
         self.death: Exception | None = None
         self.stop = threading.Event()
         self._changing = threading.Lock()
-
-    def load(self) -> None:
-        """Get ready to answer, or raise ConfigError."""
-        raise NotImplementedError
-
-    def description(self) -> str:
-        """Return the ready server's line in the log."""
-        raise NotImplementedError
 
     def tidy(self) -> None:
         """Clean up, once a minute."""
@@ -111,7 +103,6 @@ class Service:
         return self.info
 
     def metrics(self) -> bytes:
-        """Return the metrics for Prometheus."""
         return self.monitor.to_prometheus(self.held())
 
     def summary(self) -> str | None:

@@ -38,9 +38,9 @@ def answering(status: int, body: bytes):
 
 
 def test_a_wrong_token_is_said_to_be_one(pool):
-    same = "token: give pool, trainer and workers the same one"
-    for token, says in [(None, f"a {same}, with --token_file FILE or GRPO_REF_TOKEN"), ("guess", f"another {same}")]:
-        with pytest.raises(ServerError, match=f"^{pool.url} wants {says}$"):
+    for token, kind in [(None, "a"), ("guess", "another")]:
+        says = f"wants {kind} token: give pool, trainer and workers the same one .*GRPO_REF_TOKEN"
+        with pytest.raises(ServerError, match=f"^{pool.url} {says}"):
             PoolClient(pool.url, token).run()
 
 
