@@ -163,12 +163,10 @@ def run(config: ServerConfig) -> int:
     next_summary = time.monotonic() + SUMMARY_SECONDS
     while not service.stop.wait(SAMPLE_SECONDS):
         service.monitor.sample(service.held())
-        if time.monotonic() < next_summary:
-            continue
-        next_summary += SUMMARY_SECONDS
-        if summary := service.summary():
-            log.info(summary)
-        service.tidy()
+        if time.monotonic() >= next_summary:
+            next_summary += SUMMARY_SECONDS
+            if summary := service.summary():
+                log.info(summary)
 
     service.change_info(status="draining")
     end = time.monotonic() + config.drain_timeout

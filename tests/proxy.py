@@ -8,12 +8,15 @@ import select
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
+
+NEVER = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,9 @@ class Plan:
 
     delay: float = 0.0
     """seconds by which each piece of an answer is late"""
-    request_bytes: int | None = None
+    request_bytes: int = NEVER
     """the connection ends after so many bytes to the server"""
-    answer_bytes: int | None = None
+    answer_bytes: int = NEVER
     """the connection ends after so many bytes from the server"""
     reset: bool = False
     """the connection ends with a reset, not with a regular close"""
@@ -42,40 +45,30 @@ class Proxy:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.listener.getsockname()[1]}"
         self.closed = threading.Event()
-        self._thread(self._accept)
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
         self.closed.set()
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
         self.listener.close()
 
-    def _thread(self, target: Callable, *arguments: object) -> None:
-        threading.Thread(target=target, args=arguments, daemon=True).start()
-
     def _accept(self) -> None:
-        self.listener.settimeout(0.2)
-        while not self.closed.is_set():
-            try:
+        with suppress(OSError):  # closed
+            while True:
                 client, _ = self.listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return  # closed
-            client.settimeout(None)
-            self._thread(self._connection, client, self.plan())
+                threading.Thread(target=self._connection, args=(client, self.plan()), daemon=True).start()
 
     def _connection(self, client: socket.socket, plan: Plan) -> None:
-        try:
-            with client:
-                if plan.black_hole:
-                    self.happened["black hole"] += 1
-                    self.closed.wait()
-                    return
-                if self.tls:
-                    client = self.tls.wrap_socket(client, server_side=True)
-                with client, socket.create_connection(("127.0.0.1", self.port)) as server:
-                    self._pass_on(client, server, plan)
-        except OSError:
-            pass  # one end is gone; closing these sockets tells the other
+        with suppress(OSError), client:  # one end is gone; closing these sockets tells the other
+            if plan.black_hole:
+                self.happened["black hole"] += 1
+                self.closed.wait()
+                return
+            if self.tls:
+                client = self.tls.wrap_socket(client, server_side=True)
+            with client, socket.create_connection(("127.0.0.1", self.port)) as server:
+                self._pass_on(client, server, plan)
 
     def _pass_on(self, client: socket.socket, server: socket.socket, plan: Plan) -> None:
         left = {client: plan.request_bytes, server: plan.answer_bytes}
@@ -87,27 +80,19 @@ class Proxy:
                 if plan.delay and source is server:
                     self.happened["delay"] += 1
                     time.sleep(plan.delay)
-                ends = left[source] is not None and len(data) >= left[source]
-                if left[source] is not None:
-                    data = data[: left[source]]
-                    left[source] -= len(data)
+                data = data[: left[source]]
+                left[source] -= len(data)
                 (server if source is client else client).sendall(data)
-                if ends:
-                    self.happened[
-                        f"{'answer' if source is server else 'request'} {'reset' if plan.reset else 'cut'}"
-                    ] += 1
+                if left[source] == 0:
+                    what = "answer" if source is server else "request"
+                    self.happened[f"{what} {'reset' if plan.reset else 'cut'}"] += 1
                     if plan.reset:
                         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     return
 
 
-@contextmanager
-def proxy(port: int, plan: Callable[[], Plan] = Plan, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
-    between = Proxy(port, plan, tls)
-    try:
-        yield between
-    finally:
-        between.close()
+def proxy(port: int, plan: Callable[[], Plan] = Plan, tls: ssl.SSLContext | None = None) -> closing[Proxy]:
+    return closing(Proxy(port, plan, tls))
 
 
 def accidents(seed: int, longest: int) -> Callable[[], Plan]:
@@ -117,11 +102,7 @@ def accidents(seed: int, longest: int) -> Callable[[], Plan]:
     def plan() -> Plan:
         with lock:
             end = {chance.choice(["answer_bytes", "answer_bytes", "request_bytes"]): chance.randrange(longest)}
-            return Plan(
-                **end,
-                delay=chance.choice([0.0, 0.0, 0.0, 0.05]),
-                reset=chance.random() < 0.5,
-                black_hole=next(count) % 40 == 0,
-            )
+            delay, reset = chance.choice([0.0, 0.0, 0.0, 0.05]), chance.random() < 0.5
+            return Plan(**end, delay=delay, reset=reset, black_hole=next(count) % 40 == 0)
 
     return plan

@@ -203,7 +203,7 @@ class Channel(HTTPChannel):
         """
         poller = select.poll()
         try:
-            poller.register(self.socket.fileno(), getattr(select, "POLLRDHUP", 0))  # without it only resets are seen
+            poller.register(self.socket.fileno(), select.POLLRDHUP)
         except ValueError:  # this side has closed
             return True
         return bool(poller.poll(0))

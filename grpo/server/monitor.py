@@ -95,17 +95,15 @@ class Monitor:
         )
         self._tokens = make(Counter, "tokens", "Tokens of scored sequences, prompts counted each time")
         self._saved = make(Counter, "tokens_saved", "Tokens that no forward pass saw", labelnames=["by"])
-        self._fill = make(
-            Histogram, "batch_fill", "Tokens fed over max_batch_tokens", buckets=[x / 10 for x in range(1, 11)]
-        )
+        tenths = [x / 10 for x in range(1, 11)]
+        self._fill = make(Histogram, "batch_fill", "Tokens fed over max_batch_tokens", buckets=tenths)
         self._forward_seconds = make(Counter, "forward_seconds", "Time in forward passes")
         self._queue_tokens = make(Gauge, "queue_tokens", "Tokens waiting or being scored")
         self._queue_requests = make(Gauge, "queue_requests", "Requests waiting or being scored")
         self._clients_waiting = make(Gauge, "clients", "Clients with a request waiting or being scored")
         self._device_memory = make(Gauge, "device_memory_bytes", "Memory that torch holds on the model's GPUs")
-        self._device_peak = make(
-            Gauge, "device_memory_peak_bytes", "Most memory that tensors took there since the model was loaded"
-        )
+        about_peak = "Most memory that tensors took there since the model was loaded"
+        self._device_peak = make(Gauge, "device_memory_peak_bytes", about_peak)
 
         self.device_memory: Callable[[], tuple[int, int, int]] | None = None
         """returns bytes on the model's GPUs: held, in all, and the peak of tensors; None before the model is loaded"""
@@ -198,8 +196,8 @@ class Monitor:
             count = max(1, round((now - self._working_since) / SAMPLE_SECONDS))
             worked = list(self._points)[-count:]
             for name in _WORK:
-                for point in worked:
-                    point[name] += (self._sums[name] - self._sampled[name]) / len(worked)
+                for past in worked:
+                    past[name] += (self._sums[name] - self._sampled[name]) / len(worked)
             self._sampled, self._working_since, self._unsampled = self._sums.copy(), now, 0
 
     def to_prometheus(self, held: dict[str, tuple[int, int]]) -> bytes:
@@ -266,7 +264,7 @@ class Monitor:
             return None
         codes = ", ".join(f"{count} x {status}" for status, count in sorted(new.items())) or "none"
         times = f", p50 {1e3 * p50:.0f} ms, p99 {1e3 * p99:.0f} ms" if p50 is not None else ""
-        waiting, memory = add_up(held)[0], (_resident() or 0) >> 20
+        waiting, memory = add_up(held)[0], _resident() >> 20
         return (
             f"last {now - last_time:.0f} s: answers {codes}{times}; {scored / (now - last_time):.0f} "
             f"tokens/s; {waiting} tokens of {len(held)} clients wait; {memory} MiB"
@@ -286,10 +284,6 @@ def quantiles(values: Sequence[float]) -> tuple[float | None, float | None]:
     return tuple(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
 
 
-def _resident() -> int | None:
+def _resident() -> int:
     """Return the bytes of memory that this process has."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None  # not Linux
-    return pages * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -32,9 +32,6 @@ class Service:
         self.stop = threading.Event()
         self._changing = threading.Lock()
 
-    def tidy(self) -> None:
-        """Clean up, once a minute."""
-
     def drain(self, seconds: float) -> None:
         """Finish the present requests, within so many seconds. The server accepts nothing new any more."""
 

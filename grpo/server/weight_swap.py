@@ -100,9 +100,9 @@ class UploadSlot:
         The file of an installed upload stays open: it is the caller's. Raises ProtocolError, 409, for a missing piece.
         """
         with self._lock:
-            upload = self._upload if self._upload is not None and self._upload.sha256 == sha256 else None
-            if upload is None or upload.received < upload.size:
-                received = upload.received if upload is not None else 0
+            upload = self._upload
+            received = upload.received if upload is not None and upload.sha256 == sha256 else 0
+            if upload is None or upload.sha256 != sha256 or received < upload.size:
                 message = f"the upload is not complete: {received} bytes of it are here"
                 raise ProtocolError(409, "missing_piece", message)
             upload.touched = math.inf
@@ -115,24 +115,13 @@ class UploadSlot:
         with self._lock:
             self._installed, self._upload = sha256, None
 
-    def drop_abandoned(self) -> None:
-        """Drop an upload that has stalled, and free its disk space."""
-        with self._lock:
-            if (upload := self._upload) is not None and self._seconds_left(upload) <= 0:
-                log.warning("an upload was abandoned after %d of %d bytes", upload.received, upload.size)
-                self._drop()
-
-    def _seconds_left(self, upload: Upload) -> float:
-        """Return the seconds until another upload may take this one's place."""
-        return upload.touched + self._patience - time.monotonic()
-
     def _upload_of(self, piece: FilePart) -> Upload:
         upload = self._upload
         if upload is not None and upload.sha256 == piece.sha256:
             if upload.size != piece.size:
                 raise malformed(f"this upload has {upload.size} bytes, not {piece.size}")
             return upload
-        if upload is not None and (left := self._seconds_left(upload)) > 0:
+        if upload is not None and (left := upload.touched + self._patience - time.monotonic()) > 0:
             wait = math.ceil(min(left, self._patience))
             message = f"another upload is under way, {upload.received} of {upload.size} bytes: come back in {wait} s"
             raise ProtocolError(503, "other_upload", message, retry_after=min(wait, 30))
@@ -212,11 +201,11 @@ class WeightSwap:
             """the served weights, for an exchange that has to be undone"""
         except OSError as error:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
-        self.uploads = UploadSlot(folder, self._weights, patience)
+        self._uploads = UploadSlot(folder, self._weights, patience)
 
     def add(self, query: Mapping[str, str], data: bytes) -> dict:
         """Keep a piece of an upload; return how many bytes are here. Raises ProtocolError as UploadSlot.add does."""
-        return {"received": self.uploads.add(FilePart.of(query), data)}
+        return {"received": self._uploads.add(FilePart.of(query), data)}
 
     def commit(self, query: Mapping[str, str]) -> dict:
         """Swap in the uploaded weights; return when that is done. A repeated commit does nothing.
@@ -234,7 +223,7 @@ class WeightSwap:
                 message = f"the model is {served} and not {commit.replaces}: it was restarted or updated"
                 raise ProtocolError(409, "wrong_model", message)
             began = time.monotonic()
-            with self.uploads.hold(commit.sha256) as upload:
+            with self._uploads.hold(commit.sha256) as upload:
                 self._check(upload, commit)
                 # Returns when the new weights are served; raises ProtocolError when the old ones have to stay.
                 new, old = upload.contents, self._kept

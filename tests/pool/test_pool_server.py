@@ -388,7 +388,7 @@ def test_what_no_client_sends_is_refused_before_it_is_read(begun):
         )
     assert begun.post("needed", version="-1").refusal[:2] == (400, "malformed")
     assert begun.post("results", encode_drawn([]), worker="w" * 129).refusal[:2] == (400, "malformed")
-    assert begun.ask("PUT", "run").refusal == (405, "method_not_allowed", "use GET or POST for /v1/rollouts/run")
+    assert begun.ask("PUT", "run").refusal == (405, "method_not_allowed", "use GET,POST for /v1/rollouts/run")
     assert "its --task is rollouts" in begun.post("/v1/logprobs").refusal[2]
 
 
