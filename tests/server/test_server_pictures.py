@@ -2,8 +2,10 @@
 
 The service is the server's own, with the model loaded, without its HTTP."""
 
+import functools
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -39,36 +41,24 @@ def serving(folder, **settings):
         service.scorer.close(30)
 
 
-def ask(service: ModelService, *requests: LogprobsRequest) -> list[np.ndarray]:
+def ask(service: ModelService, *requests: LogprobsRequest) -> list[np.ndarray | ProtocolError]:
     """Let the service read and score requests, all at a time, through their bytes."""
-    answers: list = [None] * len(requests)
 
-    def answer(place: int) -> None:
+    def answer(request: LogprobsRequest) -> np.ndarray | ProtocolError:
         try:
-            request = service.read(lambda: encode_request(requests[place]))
-            body = service.score(request, f"client {place}", is_gone=lambda: False)
-            answers[place] = decode_answer(body, len(request.input_ids) - int(request.prompt_lengths.sum())).logprobs
+            read = service.read(lambda: encode_request(request))
+            body = service.score(read, f"client {id(request)}", is_gone=lambda: False)
+            return decode_answer(body, int(request.completion_lengths.sum())).logprobs
         except ProtocolError as error:
-            answers[place] = error
+            return error
 
-    threads = [threading.Thread(target=answer, args=[place]) for place in range(len(requests))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return answers
+    with ThreadPoolExecutor(len(requests)) as threads:
+        return [*threads.map(answer, requests)]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {}
-
-    def folder(family: str):
-        if family not in made:
-            made[family] = save(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return folder
+    return functools.cache(lambda family: save(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +72,13 @@ def plain(folders):
     return Plain(folders(FAMILY))
 
 
-def text_of(plain: Plain, number: int) -> str:
-    """A text with places for so many pictures."""
-    placeholder = (
-        "<start_of_image>" if plain.family == "gemma3" else plain.tokenizer.convert_ids_to_tokens(plain.picture_token)
-    )
-    if plain.family.startswith("qwen"):
-        placeholder = f"<|vision_start|>{placeholder}<|vision_end|>"
-    return f"see {placeholder} " * number + "how many?"
-
-
 def prompt_of(plain: Plain, *files: bytes) -> PicturedPrompt:
-    return PicturedPrompt(plain.prompt(text_of(plain, len(files)), files), files)
+    """A prompt with a place for each picture."""
+    place = plain.tokenizer.convert_ids_to_tokens(plain.picture_token)
+    if plain.family.startswith("qwen"):
+        place = f"<|vision_start|>{place}<|vision_end|>"
+    text = f"see {'<start_of_image>' if plain.family == 'gemma3' else place} " * len(files) + "how many?"
+    return PicturedPrompt(plain.prompt(text, files), files)
 
 
 def exact(plain: Plain, prompt, completions) -> np.ndarray:

@@ -18,7 +18,7 @@ from conftest import running_server
 from faulty_server import code_for, fail_half_way
 from rounding import assert_rounded
 from safetensors.torch import save
-from servers import exact, holding_server, refusal, wait_for_requests
+from servers import exact, holding_server, refusal, wait_for_requests, wait_until
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo.config.errors import ConfigError
@@ -151,8 +151,7 @@ def test_each_answer_beside_swaps_is_wholly_of_one_model(server, make):
             for update in (*models.values(), *models.values()):
                 seen = len(answers)
                 update.swap(server)
-                while len(answers) < seen + 6 and not clients[0].done():
-                    time.sleep(0.01)
+                wait_until(lambda seen=seen: len(answers) >= seen + 6 or clients[0].done())
         finally:
             done.set()
         for future in clients:
