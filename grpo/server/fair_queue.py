@@ -5,7 +5,6 @@ The web server's threads put requests in and wait for a future; one thread, the 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -17,6 +16,8 @@ from grpo.model.packing import Batcher, by_prompt
 from grpo.server.client_queues import Batch, ClientQueues, Job, Scores
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError
+
+_BUSY_SECONDS = 2  # after which a client that found no room may come back
 
 
 @dataclass
@@ -51,8 +52,6 @@ class FairQueue:
         self._batcher, self._deterministic = batcher, deterministic
         self.budget = max_batch_tokens
         """tokens of a forward pass; the scorer lowers it when they do not fit the memory"""
-        self.tokens_per_second = 1000.0
-        """speed that the scorer measures; a guess before the first pass"""
         self.fingerprint = fingerprint
         """fingerprint of the model that answers now"""
         self._max_tokens, self._max_requests = max_queue_tokens, max_requests
@@ -73,8 +72,7 @@ class FairQueue:
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[Scores]:
         """Queue a request; the future gives its answer, or raises ProtocolError.
 
-        Raises ProtocolError, 503: the queue is closed, or full for this client, with the seconds until there should be
-        room.
+        Raises ProtocolError, 503: the queue is closed, or full for this client.
         """
         job = Job(request, client)
         parts = by_prompt(job.sequences, range(len(job.sequences)))
@@ -187,17 +185,13 @@ class FairQueue:
 
     def _check_room(self, client: str, tokens: int) -> None:
         """Raise ProtocolError, 503, for a client that would have more than would stay free for others."""
-        of_client, tokens_in_all = self._tokens[client], self._tokens.total()
-        requests_in_all = self._requests.total()
-        over_tokens = of_client + tokens - (self._max_tokens - tokens_in_all - tokens)
-        over_requests = self._requests[client] + 1 - (self._max_requests - requests_in_all - 1)
-        if over_tokens <= 0 and over_requests <= 0:
-            return
-        if requests_in_all:
-            over_tokens = max(over_tokens, over_requests * tokens_in_all / requests_in_all)
-        wait = max(1, math.ceil(over_tokens / self.tokens_per_second))
-        waiting = f"{tokens_in_all} tokens in {requests_in_all} requests wait already, {of_client} of them yours"
-        raise ProtocolError(503, "busy", f"{waiting}: come back in {wait} s", retry_after=wait)
+        of_client, in_all = self._tokens[client], self._tokens.total()
+        requests, requests_in_all = self._requests[client], self._requests.total()
+        free_tokens, free_requests = self._max_tokens - in_all - tokens, self._max_requests - requests_in_all - 1
+        if of_client + tokens > free_tokens or requests + 1 > free_requests:
+            waiting = f"{in_all} tokens in {requests_in_all} requests wait already, {of_client} of them yours"
+            message = f"{waiting}: come back in {_BUSY_SECONDS} s"
+            raise ProtocolError(503, "busy", message, retry_after=_BUSY_SECONDS)
 
     def _drop_waiting(self, job: Job) -> None:
         self._release(job, chain(*job.parts))

@@ -61,7 +61,6 @@ class Scorer:
     ):
         self._queue, self._model, self._batcher, self._compute = queue, model, batcher, compute
         self._on_death, self._on_pass = on_death, on_pass
-        self._scored, self._seconds = 0.0, 0.0  # tokens and time of passes; older passes count less
         self._thread = threading.Thread(target=self._run, name="scorer")
         self._thread.daemon = True  # a second Ctrl-C must end the process
         self._thread.start()
@@ -113,22 +112,28 @@ class Scorer:
     @torch.inference_mode()
     def _score(self, batch: Batch) -> None:
         """Fill in the jobs' answers. Refuse the job of a sequence that is too large for the memory."""
-        sequences = [job.sequences[row] for job, row in batch]
-        passes = self._batcher.cut(sequences, self._queue.budget)
-        while passes:
-            places = passes.pop()
-            answers = self._forward([sequences[place] for place in places], batch[0][0].temperature)
-            if answers is not None:
-                for place, answer in zip(places, answers, strict=True):
-                    job, row = batch[place]
+        parts = [batch]
+        while parts:
+            part = parts.pop()
+            sequences = [job.sequences[row] for job, row in part]
+            passes = self._batcher.cut(sequences, self._queue.budget)
+            if len(passes) > 1:
+                parts += [[part[place] for place in places] for places in passes]
+            elif (answers := self._forward(sequences, part[0][0].temperature)) is not None:
+                for (job, row), answer in zip(part, answers, strict=True):
                     job.answers[row] = answer
-            elif len(places) > 1:
-                passes += self._cut_smaller(sequences, places)
+            elif len(part) > 1:
+                while len(self._batcher.cut(sequences, self._queue.budget)) == 1:
+                    self._queue.budget //= 2
+                    log.warning(
+                        "out of memory: batches of %d tokens from now on (--max_batch_tokens)", self._queue.budget
+                    )
+                parts.append(part)
             else:
-                tokens = sum(map(len, sequences[places[0]]))
+                tokens = sum(map(len, sequences[0]))
                 log.error("out of memory on a sequence of %d tokens by itself", tokens)
                 message = f"a sequence of {tokens} tokens does not fit the memory of the server's device"
-                batch[places[0]][0].refusal = ProtocolError(507, "out_of_memory", message)
+                part[0][0].refusal = ProtocolError(507, "out_of_memory", message)
 
     def _forward(self, sequences: Sequences, temperature: float) -> list[np.ndarray] | None:
         """Return float32 answers, one array a sequence, or None if the memory does not suffice."""
@@ -150,23 +155,12 @@ class Scorer:
         return None
 
     def _report(self, sequences: Sequences, fed: int, began: float) -> None:
-        """Measure the speed of a pass and tell the monitor."""
+        """Tell the monitor of a pass."""
         seconds = max(time.monotonic() - began, 1e-6)
-        tokens = sum(len(prompt) + len(completion) for prompt, completion in sequences)
-        self._scored, self._seconds = 0.9 * self._scored + tokens, 0.9 * self._seconds + seconds
-        self._queue.tokens_per_second = self._scored / self._seconds
         # The last token of a completion predicts nothing: it is scored, and never fed.
         lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
         padded = max(lengths) * len(lengths)
         self._on_pass(Pass(sum(lengths), padded, fed, self._queue.budget, began, seconds))
-
-    def _cut_smaller(self, sequences: Sequences, places: list[int]) -> list[list[int]]:
-        """Cut a pass that did not fit into smaller ones, and halve the budget for good until there are several."""
-        too_many = [sequences[place] for place in places]
-        while len(parts := self._batcher.cut(too_many, self._queue.budget)) == 1:
-            self._queue.budget //= 2
-            log.warning("out of memory: batches of %d tokens from now on (--max_batch_tokens)", self._queue.budget)
-        return [[places[index] for index in part] for part in parts]
 
     def _probe(self) -> None:
         """Score a sequence of the scorer's own. Raise its error: nothing can be scored any more."""

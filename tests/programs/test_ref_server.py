@@ -336,7 +336,7 @@ def test_more_requests_than_places_are_told_to_come_back_and_health_stays_quick(
 
 @pytest.mark.slow
 def test_the_time_to_come_back_is_honest(model_folder, tmp_path):
-    """Those who come back when they were told to are served, or told a time that is shorter than the first."""
+    """Those who come back when they were told to are served."""
     completions = [[6] * 500] * 60  # about a second of work
     tokens = 60 * 501
     with (
