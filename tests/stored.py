@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, Version
 from grpo.pool.store import Store
+from grpo.wire.tensors import FilePart
 from grpo.wire.tool_outcomes import Outcome, RunTools
-from grpo.wire.weights import FilePart
 
 PROBE = Probe([1, 2], [3], [-0.5])
 FOLDER = b"the model's folder"

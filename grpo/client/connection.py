@@ -30,7 +30,7 @@ from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer
 from grpo.wire.refusals import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH, ProtocolError
 from grpo.wire.rewards import RewardAnswer
-from grpo.wire.weights import Commit
+from grpo.wire.tensors import Commit
 
 _FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # the setting that names a task's servers
 Answer = TypeVar("Answer", LogprobsAnswer, RewardAnswer)

@@ -13,7 +13,7 @@ import requests
 
 from grpo.client.server_errors import RequestFailure, ServerError
 from grpo.config.connection_settings import TOKEN_VARIABLE
-from grpo.wire.weights import FilePart
+from grpo.wire.tensors import FilePart
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 PIECE_BYTES = 16 << 20  # of a file in one request

@@ -15,7 +15,7 @@ from grpo.server.http import BODY_BYTES
 from grpo.wire import refusals as wire
 from grpo.wire.json_fields import LARGEST_ID, check_amount, read_json
 from grpo.wire.refusals import ProtocolError, malformed
-from grpo.wire.weights import FilePart
+from grpo.wire.tensors import FilePart
 
 _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON takes many times its size in memory
 

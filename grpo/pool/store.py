@@ -23,7 +23,7 @@ from grpo.pool.database import PIECE_BYTES, Database, check_row, damaged, open_r
 from grpo.pool.protocol import GroupResult, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
 from grpo.wire.refusals import ProtocolError, malformed
-from grpo.wire.weights import FilePart
+from grpo.wire.tensors import FilePart
 
 log = logging.getLogger(__name__)
 

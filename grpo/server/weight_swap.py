@@ -28,8 +28,7 @@ from grpo.model.fingerprint import fingerprint_with
 from grpo.model.weights_file import WeightsFile, blocks, named_weights, write_weights
 from grpo.server.fair_queue import FairQueue
 from grpo.wire.refusals import ProtocolError, malformed
-from grpo.wire.tensors import LONGEST_HEADER, HeaderError, data_begins
-from grpo.wire.weights import Commit, FilePart
+from grpo.wire.tensors import LONGEST_HEADER, Commit, FilePart, HeaderError, data_begins
 
 log = logging.getLogger(__name__)
 

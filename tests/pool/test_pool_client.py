@@ -39,7 +39,7 @@ def answering(status: int, body: bytes):
 
 def test_a_wrong_token_is_said_to_be_one(pool):
     for token, kind in [(None, "a"), ("guess", "another")]:
-        says = f"wants {kind} token: give pool, trainer and workers the same one .*GRPO_REF_TOKEN"
+        says = f"wants {kind} token: give pool, trainer and workers the same one.*GRPO_REF_TOKEN"
         with pytest.raises(ServerError, match=f"^{pool.url} {says}"):
             PoolClient(pool.url, token).run()
 

@@ -24,7 +24,7 @@ from grpo.pool.store import Recording, Store
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
 from grpo.trainer.pool_sampler import Replay
 from grpo.wire.refusals import ProtocolError
-from grpo.wire.weights import FilePart
+from grpo.wire.tensors import FilePart
 
 
 @pytest.fixture
