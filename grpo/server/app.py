@@ -24,18 +24,13 @@ class App(bottle.Bottle):
         self.install(_refusable)
 
     def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
-        began, facts, status = time.perf_counter(), {}, []
-        environ["note"] = facts
-
-        def start(line: str, headers: list, exc_info=None):
-            status[:] = [int(line[:3])]
-            return start_response(line, headers, exc_info)
-
-        answer = super().__call__(environ, start)
-        path, seconds = environ["PATH_INFO"], time.perf_counter() - began
+        began = time.perf_counter()
+        facts = environ["note"] = {}
+        answer = super().__call__(environ, start_response)
+        path, status, seconds = environ["PATH_INFO"], bottle.response.status_code, time.perf_counter() - began
         path = path if path in {route.rule for route in self.routes} else "other"
         sender = environ.get("REMOTE_ADDR", "")
-        self._monitor.answered(environ["REQUEST_METHOD"], path, *status, seconds, sender, **facts)
+        self._monitor.answered(environ["REQUEST_METHOD"], path, status, seconds, sender, **facts)
         # bottle keeps a thread's last request and answer until its next ones.
         environ.clear()
         bottle.response.bind()

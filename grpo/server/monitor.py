@@ -34,7 +34,6 @@ POINTS = 120
 """points of the page's curves, one every SAMPLE_SECONDS: ten minutes"""
 _LATENCIES = 1000
 _CLIENTS = 50
-_CLIENT_SECONDS = 600
 _ERRORS = 20
 _DEVICE = ("device", "device_total", "device_peak")
 _WORK = ("tokens", "fed", "budget", "seconds")
@@ -233,7 +232,6 @@ class Monitor:
                 "clients": [
                     asdict(client) | {"waiting": held.get(key, (0, 0))[0], "last_seen": now - client.last_seen}
                     for key, client in reversed(self._clients.items())
-                    if key in held or now - client.last_seen <= _CLIENT_SECONDS
                 ],
                 "errors": [{"ago": now - at, **error} for at, error in reversed(self._errors)],
             }

@@ -191,17 +191,6 @@ def test_a_point_of_many_answers_counts_the_newest():
     assert curves["p50"][-2:] == curves["p99"][-2:] == [0.1, None]
 
 
-def test_a_client_of_ten_minutes_ago_is_no_longer_shown_unless_it_waits(monkeypatch):
-    monitor, begin = Monitor(), time.monotonic()
-    for name, second in (("old", 0), ("waits", 0), ("new", 300)):
-        monkeypatch.setattr(time, "monotonic", lambda second=second: begin + second)
-        monitor.answered("POST", "/v1/logprobs", 200, 0.01, "10.0.0.1", client=name, tokens=5)
-    monkeypatch.setattr(time, "monotonic", lambda: begin + 599)
-    assert [client["name"] for client in monitor.status({})["clients"]] == ["new", "waits", "old"]
-    monkeypatch.setattr(time, "monotonic", lambda: begin + 601)
-    assert [client["name"] for client in monitor.status({"waits": (7, 1)})["clients"]] == ["new", "waits"]
-
-
 def test_memory_stays_bounded_however_many_clients_and_errors_come():
     monitor = Monitor()
     for number in range(1000):
