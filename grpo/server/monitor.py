@@ -10,7 +10,7 @@ import time
 from collections import Counter as Tally
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,15 +66,6 @@ class Pass:
         return max(0, self.padded - max(self.tokens, self.fed))
 
 
-@dataclass
-class _Client:
-    name: str
-    address: str
-    requests: int = 0
-    tokens: int = 0
-    last_seen: float = 0.0
-
-
 class Monitor:
     """Counters and curves of the server. All methods may be called from any thread."""
 
@@ -116,7 +107,7 @@ class Monitor:
         self._working_since = self._began  # the start of the passes since then
         self._unsampled = 0  # answers since then
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
-        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._clients: OrderedDict[str, dict] = OrderedDict()
         self._errors: deque[tuple[float, dict]] = deque(maxlen=_ERRORS)
         self._statuses: Tally[int] = Tally()
         self._sums: Tally[str] = Tally()
@@ -167,9 +158,10 @@ class Monitor:
             if scored:
                 self._latencies.append(seconds)
                 self._unsampled += 1
-                sender = self._clients.setdefault(client or address, _Client(client, address))
-                sender.requests, sender.tokens = sender.requests + 1, sender.tokens + tokens
-                sender.last_seen = time.monotonic()
+                sender = self._clients.setdefault(client or address, {"requests": 0, "tokens": 0})
+                sender |= {"name": client, "address": address, "last_seen": time.monotonic()}
+                sender["requests"] += 1
+                sender["tokens"] += tokens
                 self._clients.move_to_end(client or address)
                 while len(self._clients) > _CLIENTS:
                     self._clients.popitem(last=False)
@@ -230,7 +222,7 @@ class Monitor:
                 "batch_fill": sums["fed"] / (sums["budget"] or 1),
                 "memory": {"resident": _resident(), **dict(zip(_DEVICE, device, strict=True))},
                 "clients": [
-                    asdict(client) | {"waiting": held.get(key, (0, 0))[0], "last_seen": now - client.last_seen}
+                    client | {"waiting": held.get(key, (0, 0))[0], "last_seen": now - client["last_seen"]}
                     for key, client in reversed(self._clients.items())
                 ],
                 "errors": [{"ago": now - at, **error} for at, error in reversed(self._errors)],

@@ -122,6 +122,14 @@ def coding(value: bytes) -> bytes:
     return POST + b"Transfer-Encoding:" + value + b"\r\n\r\n" + CHUNKS
 
 
+CODINGS = {
+    411: [b" chunked", b" CHUNKED", b" chunked, chunked", b"\tchunked", b"\r\n chunked", b""],
+    400: [b" \x0bchunked", b" chunked\x0b"],
+    501: [b" xchunked", b" chunked, identity", b" identity"],
+}
+HEADERS = [b"X: a\nContent-Length: 5", b"X: a\rContent-Length: 5", b"X: a\x00b", b"X : a", b"X"]
+FIRST_LINES = [b"GET /health", b"GET /health HTTP/1.2", b"GET  /health HTTP/1.1", b"get /health HTTP/1.1"]
+FIRST_LINES += [b"GET /health HTTP/1.1\r\n X: a", b"PRI * HTTP/2.0\r\n\r\nSM", b"GET http://[x/health HTTP/1.1"]
 REFUSED = {
     "length, then chunked": (POST + LENGTH + CHUNKED + b"\r\n" + CHUNKS, 411),
     "chunked, then length": (POST + CHUNKED + LENGTH + b"\r\n" + BODY, 411),
@@ -135,33 +143,13 @@ REFUSED = {
     "length of 1 GB, expecting": (POST + b"Expect: 100-continue\r\nContent-Length: 1000000000\r\n\r\n", 413),
     "length of 4,000 digits": (length(b"9" * 4000), 413),
     "length that Python does not read": (length(b"9" * 5000), 400),
-    "chunked": (coding(b" chunked"), 411),
-    "chunked in capitals": (coding(b" CHUNKED"), 411),
-    "chunked twice": (coding(b" chunked, chunked"), 411),
-    "chunked after a tab": (coding(b"\tchunked"), 411),
-    "chunked after \\x0b": (coding(b" \x0bchunked"), 400),
-    "chunked before \\x0b": (coding(b" chunked\x0b"), 400),
-    "chunked in the next line": (coding(b"\r\n chunked"), 411),
+    **{f"coding {value}": (coding(value), status) for status in CODINGS for value in CODINGS[status]},
     "chunked in HTTP/1.0": (coding(b" chunked").replace(b"HTTP/1.1", b"HTTP/1.0"), 411),
-    "xchunked": (coding(b" xchunked"), 501),
-    "chunked, identity": (coding(b" chunked, identity"), 501),
-    "identity": (coding(b" identity"), 501),
-    "no coding": (coding(b""), 411),
     "no coding, and a length": (POST + b"Transfer-Encoding:\r\n" + LENGTH + b"\r\n" + BODY, 411),
     "chunked, expecting": (POST + CHUNKED + b"Expect: 100-continue\r\n\r\n" + CHUNKS, 411),
     "coding before a space and a colon": (POST + b"Transfer-Encoding : chunked\r\n" + LENGTH + b"\r\n" + BODY, 400),
-    "bare LF in a header": (GET + b"X: a\nContent-Length: 5\r\n\r\n", 400),
-    "bare CR in a header": (GET + b"X: a\rContent-Length: 5\r\n\r\n", 400),
-    "NUL in a header": (GET + b"X: a\x00b\r\n\r\n", 400),
-    "space before the colon": (GET + b"X : a\r\n\r\n", 400),
-    "no colon": (GET + b"X\r\n\r\n", 400),
-    "a folded first header": (b"GET /health HTTP/1.1\r\n X: a\r\n\r\n", 400),
-    "HTTP/0.9": (b"GET /health\r\n\r\n", 400),
-    "HTTP/1.2": (b"GET /health HTTP/1.2\r\n\r\n", 400),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    "two spaces": (b"GET  /health HTTP/1.1\r\n\r\n", 400),
-    "a method in small letters": (b"get /health HTTP/1.1\r\n\r\n", 400),
-    "half an address": (b"GET http://[x/health HTTP/1.1\r\n\r\n", 400),
+    **{f"header {line}": (GET + line + b"\r\n\r\n", 400) for line in HEADERS},
+    **{f"{line}": (line + b"\r\n\r\n", 400) for line in FIRST_LINES},
 }
 
 
