@@ -110,21 +110,21 @@ class _File(BytesIO):
         return super().read(size)
 
 
-def check_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+def check_picture(data: bytes) -> tuple[int, int]:
     """Return (width, height) of a picture's header, without decoding a pixel.
 
-    Raises PictureError for a file that is no PNG or JPEG, is animated, or has more than `max_pixels` pixels. A file
+    Raises PictureError for a file that is no PNG or JPEG, is animated, or has more than MOST_PIXELS pixels. A file
     whose end is missing or damaged passes: `open_picture` finds that.
     """
-    return _read_header(data, max_pixels).size
+    return _read_header(data).size
 
 
-def open_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> Image:
+def open_picture(data: bytes) -> Image:
     """Return a picture decoded to RGB, and turned as its camera was held, as transformers' `load_image` does.
 
     Raises PictureError: as `check_picture`, and for a file that is cut off or damaged.
     """
-    picture = _read_header(data, max_pixels)
+    picture = _read_header(data)
     with _refused_damage():
         ImageOps.exif_transpose(picture, in_place=True)
         return picture.convert("RGB")
@@ -138,21 +138,21 @@ class EncodedPicture:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Image:
         """Return the picture in its file's mode, turned as its camera was held, as `datasets` does; decode it later."""
-        picture = _read_header(self.file, MOST_PIXELS)
+        picture = _read_header(self.file)
         if "exif" in picture.info:
             ImageOps.exif_transpose(picture, in_place=True)
         return picture
 
 
-def _read_header(data: bytes, max_pixels: int) -> ImageFile:
+def _read_header(data: bytes) -> ImageFile:
     reader = next((reader for first, reader in _READERS.items() if data.startswith(first)), None)
     if reader is None:
         raise PictureError("is no PNG or JPEG file")
     with _refused_damage():
         picture = reader(_File(data))
     width, height = picture.size
-    if width * height > max_pixels:
-        raise PictureError(f"has {width} x {height} pixels: the limit is {max_pixels} in all", is_large=True)
+    if width * height > MOST_PIXELS:
+        raise PictureError(f"has {width} x {height} pixels: the limit is {MOST_PIXELS} in all", is_large=True)
     if getattr(picture, "is_animated", False):
         raise PictureError("is animated: use a file of one picture")
     if reader is JpegImageFile:

@@ -19,10 +19,6 @@ Input = str | list[Message]
 """a text, scored as it is, or a chat, made a text by the reward model's own template"""
 _MOST_MESSAGES = 65_536
 """most messages of all chats of a request: sixteen for each chat that a request may have by default, some 20 MB"""
-_BYTES_A_SCORE = 64
-"""most bytes for a score: a float32 takes 25 at most, with a comma and a blank"""
-_OTHER_BYTES = 65_536
-"""most bytes of an answer beside its scores"""
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,6 @@ class RewardAnswer:
     @classmethod
     def from_json(cls, body: bytes, inputs: int) -> RewardAnswer:
         """Read the body of a 200 answer with `inputs` scores. Raises ProtocolError for any other body."""
-        if len(body) > _BYTES_A_SCORE * inputs + _OTHER_BYTES:
-            raise malformed(f"the answer has {len(body)} bytes, for {inputs} scores")
         fields = read_json(body)
         scores = fields.get("scores")
         if not isinstance(scores, list) or len(scores) != inputs or not all(isinstance(x, float) for x in scores):

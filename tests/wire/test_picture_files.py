@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from grpo.wire import picture_files
 from grpo.wire.picture_files import PictureError, check_picture, open_picture
 
 
@@ -111,11 +112,13 @@ def test_a_jpeg_of_countless_scans_is_refused():
         open_picture(whole[:-2] + scan * 250 + whole[-2:])
 
 
-def test_a_picture_may_have_as_many_pixels_as_the_limit_and_no_more():
+def test_a_picture_may_have_as_many_pixels_as_the_limit_and_no_more(monkeypatch):
     for read in (check_picture, open_picture):
-        read(encoded(), max_pixels=48)
+        monkeypatch.setattr(picture_files, "MOST_PIXELS", 48)
+        read(encoded())
+        monkeypatch.setattr(picture_files, "MOST_PIXELS", 47)
         with pytest.raises(PictureError, match="has 8 x 6 pixels: the limit is 47 in all"):
-            read(encoded(), max_pixels=47)
+            read(encoded())
 
 
 @settings(max_examples=300, deadline=None)
@@ -132,7 +135,9 @@ def test_damage_is_refused_or_still_a_picture(whole, changes, cut):
     for place, value in changes:
         data[place % len(data)] = value
     try:
-        picture = open_picture(bytes(data[: len(data) - cut]), max_pixels=1 << 20)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(picture_files, "MOST_PIXELS", 1 << 20)
+            picture = open_picture(bytes(data[: len(data) - cut]))
     except PictureError as error:
         assert 10 < len(str(error)) < 200
     else:
