@@ -88,55 +88,45 @@ def answer(fingerprint="f") -> tuple[int, dict, bytes]:
     return 200, {}, encode_answer(LogprobsAnswer(np.array([-1, -2, -3, -4], np.float32), fingerprint))
 
 
-class Fake:
-    """An HTTP server. `post(count)` answers requests, `health()` /health: both return (status, headers, body)."""
-
-    def __init__(self, post, health, port):
-        fake = self
-        self.requests = self.health_checks = 0
-        lock = threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                self.rfile.read(int(self.headers["Content-Length"]))
-                with lock:
-                    fake.requests += 1
-                    count = fake.requests - 1
-                self.answer(*post(count))
-
-            def do_GET(self):
-                with lock:
-                    fake.health_checks += 1
-                self.answer(*health())
-
-            def answer(self, status, headers, body):
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *arguments):
-                pass
-
-        class Listener(ThreadingHTTPServer):
-            request_queue_size = 100  # a connection that finds no place in it is a second late
-
-            def handle_error(self, request, address):
-                pass  # a client that has gone
-
-        self.listener = Listener(("127.0.0.1", port), Handler)
-        self.port = self.listener.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-
-
 @contextmanager
 def fake(post=lambda count: answer(), health=lambda: (200, {}, HEALTH.to_json()), port=0):
-    server = Fake(post, health, port)
-    with server.listener:
-        threading.Thread(target=server.listener.serve_forever, args=(0.05,), daemon=True).start()
+    """An HTTP server. `post(count)` answers requests, `health()` /health: both return (status, headers, body)."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            with lock:
+                server.requests += 1
+                count = server.requests - 1
+            self.answer(*post(count))
+
+        def do_GET(self):
+            with lock:
+                server.health_checks += 1
+            self.answer(*health())
+
+        def answer(self, status, headers, body):
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": len(body)}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    class Listener(ThreadingHTTPServer):
+        request_queue_size = 100  # a connection that finds no place in it is a second late
+        requests = health_checks = 0
+
+        def handle_error(self, request, address):
+            pass  # a client that has gone
+
+    with Listener(("127.0.0.1", port), Handler) as server:
+        server.port, server.url = server.server_port, f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield server
         finally:
-            server.listener.shutdown()
+            server.shutdown()

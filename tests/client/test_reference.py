@@ -116,7 +116,7 @@ def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypat
         assert client.wait_ready() == MODEL
     assert time.monotonic() - began >= 2.5
     with fake(health=lambda: (503, {}, body)) as server, open_client(server.url, ref_startup_timeout=1) as client:
-        threading.Timer(2.0, lambda: (server.listener.shutdown(), server.listener.server_close())).start()
+        threading.Timer(2.0, lambda: (server.shutdown(), server.server_close())).start()
         with pytest.raises(
             ServersUnavailable, match=rf"no reference server at {server.url} \(it cannot be .* after 1 s"
         ):

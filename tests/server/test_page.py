@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,15 +46,13 @@ def load(server: Server, *clients: str):
                 requests.post(f"{server.url}/v1/logprobs", data=body, timeout=60)
             stop.wait(0.02)
 
-    threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(len(clients)) as threads:
+        for client in clients:
+            threads.submit(ask, client)
+        try:
+            yield
+        finally:
+            stop.set()
 
 
 READY = "document.querySelector('#status').textContent === 'ready'"
