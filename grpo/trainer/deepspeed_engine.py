@@ -23,7 +23,7 @@ from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
 from grpo.config.trainer import TrainerConfig
-from grpo.model.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
+from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
 from grpo.model.load import resolve_dtype
 from grpo.model.lora import require_packages
 from grpo.run.collective import gather, own_place
@@ -181,7 +181,8 @@ def join_ranks(config: TrainerConfig) -> Ranks:
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     held = memory_of_others(device)
-    watchdog = Watchdog(rank, world_size, hint=prepare_nccl() if device.type == "cuda" else "")
+    names = [torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())]
+    watchdog = Watchdog(rank, world_size, hint=p2p_hint(names))
     deepspeed.init_distributed(verbose=False, timeout=_longest_collective(config))
     shared_cards = describe_shared_cards(gather(held))
     watchdog.met = True
