@@ -18,11 +18,9 @@ from grpo.trainer.step import policy_logprobs
 
 peft = pytest.importorskip("peft")
 
-
 CPU = torch.device("cpu")
-
-
 TARGETS = ["q_proj", "v_proj", "down_proj"]
+PAIRS = [(sequence.prompt_ids, sequence.completion_ids) for sequence in sequences()]
 
 
 def write_adapter(folder, base, **settings):
@@ -42,10 +40,8 @@ def by_hand(base, folder, dtype=torch.float64):
     """The plain model with the weights that the papers give: W + s B A, s = alpha / r for LoRA (Hu et al. 2021, section
     4.1) and alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023); DoRA (Liu et al. 2024, eq. 5) scales each output's weights
     to the length m."""
-    settings, adapter = (
-        json.loads((folder / "adapter_config.json").read_text()),
-        load_file(folder / "adapter_model.safetensors"),
-    )
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    adapter = load_file(folder / "adapter_model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
     changed = 0
@@ -66,14 +62,10 @@ def by_hand(base, folder, dtype=torch.float64):
 def exact(model, temperature=1.0) -> torch.Tensor:
     """Log-probs of the fixed sequences' completions, one at a time through transformers' own forward."""
     rows = []
-    for one in sequences():
-        logits = model(input_ids=torch.tensor([one.prompt_ids + one.completion_ids])).logits[0].double() / temperature
-        logprobs = torch.log_softmax(logits, -1)[len(one.prompt_ids) - 1 : -1]
-        rows.append(logprobs[range(len(one.completion_ids)), one.completion_ids])
+    for prompt, completion in PAIRS:
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        rows.append(torch.log_softmax(logits, -1)[len(prompt) - 1 : -1][range(len(completion)), completion])
     return torch.cat(rows)
-
-
-PAIRS = [(one.prompt_ids, one.completion_ids) for one in sequences()]
 
 
 def scores(model, batcher=None, temperature=1.0) -> torch.Tensor:
@@ -85,7 +77,7 @@ def reference_scores(own, model, batcher, temperature=1.0, budget=10**6) -> list
     config = trainer("--temperature", str(temperature), "--micro_batch_tokens", str(budget), model="unused")
     with own.in_place():
         logprobs, _ = policy_logprobs(model, sequences(), config, batcher)
-    return [torch.from_numpy(one) for one in logprobs]
+    return [torch.from_numpy(values) for values in logprobs]
 
 
 def trainer(*options, model) -> TrainerConfig:

@@ -2,6 +2,7 @@
 
 import copy
 
+import models
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -13,25 +14,8 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-SMALL = dict(
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    initializer_range=0.3,
-)
-
-
+SMALL = models.SMALL | dict(vocab_size=256, intermediate_size=24, initializer_range=0.3)
 LOCAL = dict(num_local_experts=5, num_experts_per_tok=2)
-
-
 CONFIGS = {
     "mixtral": MixtralConfig(**SMALL, **LOCAL),
     "qwen3, its first layer dense": Qwen3MoeConfig(

@@ -1,14 +1,10 @@
 """A model over two cards: what is on one of them is never computed with what is on the other."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from cards import Cards, OnCard
 from models import CONFIGS, SEQUENCES, SMALL, build
 from rounding import GRADIENT, assert_rounded
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 from transformers import MixtralConfig
 
 from grpo.model.logprobs import Head, token_logprobs, with_router_logits
@@ -23,39 +19,13 @@ MODELS = {
 }
 
 
-def places_of(model: torch.nn.Module, first: str, second: str) -> dict[str, str]:
-    """As `device_map` spreads a model: the first layer on one card, the second and the head on the other."""
-    tied = model.config.tie_word_embeddings
-    places = {"embed_tokens": 0, "rotary_emb": 0, "layers.0": 0, "layers.1": 1, "norm": 1}
-    places = {f"model.{name}": (first, second)[card] for name, card in places.items()}
-    return places | {"lm_head": first if tied else second}
-
-
 def spread(model: torch.nn.Module) -> torch.nn.Module:
+    """As `device_map` does: the first layer on one card, the second and the head on the other."""
     accelerate = pytest.importorskip("accelerate")
-    return accelerate.dispatch_model(model, places_of(model, "meta:0", "meta:1"), main_device="meta:0")
-
-
-def spread_fakes(model: torch.nn.Module, mode: FakeTensorMode, first: str, second: str) -> torch.nn.Module:
-    """As `spread`, with torch's fake tensors, which accelerate cannot move: put where they belong from the start."""
-
-    def fake(weight: torch.Tensor | None, device: str) -> torch.Tensor | None:
-        return None if weight is None else mode.from_tensor(weight.detach()).to(device)
-
-    def bring(device: str, arguments: tuple, options: dict) -> tuple:
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (arguments, options))
-
-    for name, device in places_of(model, first, second).items():
-        for part in (there := model.get_submodule(name)).modules():
-            part._parameters = {
-                key: None if weight is None else torch.nn.Parameter(fake(weight, device))
-                for key, weight in part._parameters.items()
-            }
-            part._buffers = {key: fake(buffer, device) for key, buffer in part._buffers.items()}
-        there.register_forward_pre_hook(
-            lambda _, arguments, options, device=device: bring(device, arguments, options), with_kwargs=True
-        )
-    return model
+    places = {"embed_tokens": 0, "rotary_emb": 0, "layers.0": 0, "layers.1": 1, "norm": 1}
+    places = {f"model.{name}": f"meta:{card}" for name, card in places.items()}
+    places["lm_head"] = "meta:0" if model.config.tie_word_embeddings else "meta:1"
+    return accelerate.dispatch_model(model, places, main_device="meta:0")
 
 
 def test_the_two_cards_of_these_tests_refuse_what_cuda_refuses():
@@ -119,30 +89,3 @@ def test_a_batch_on_a_card_brings_nothing_along_from_the_cpu():
         assert ends[2] is ends[0] and ends[3] is ends[1]
         assert {str(tensor.device) for tensor in ends[1]} == {"meta:1"}
         assert [tensor.cpu().tolist() for tensor in ends[0]] == [[0, 2, 4, 5, 6], [0, 2, 6, 9, 10]]
-
-
-@pytest.mark.rare
-@pytest.mark.parametrize("grad", [False, True], ids=["scoring", "update"])
-@pytest.mark.parametrize("variant", ["padded", "segments", "varlen"])
-@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:0")], ids=" ".join)
-def test_torchs_own_fake_cards_take_every_call(devices, variant, grad):
-    """Shapes, dtypes and devices as torch itself checks them, nothing computed: a torch for cards, and none of them."""
-    first, second = devices
-    if first != "cpu" and torch.version.cuda is None:
-        pytest.skip("this torch is built without CUDA, and knows no fake cards")
-    if variant == "varlen" and first == "cpu":
-        pytest.skip("varlen_attn is for cards")
-    if grad and first != "cpu" and torch.cuda.device_count() <= int(second[-1]):
-        pytest.skip("torch's autograd begins a thread for each card that there is, and knows no others")
-    model = build(MODELS["qwen2"]).to(torch.bfloat16)
-    batcher = Batcher(0, 0 if variant == "padded" else 10**9)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        spread_fakes(model, mode, first, second)
-        if variant != "padded":
-            switch_on(model, variant)
-        with nullcontext() if grad else torch.no_grad():
-            logprobs, entropy = token_logprobs(model, batcher.make(SEQUENCES, model.device), 1.0, with_entropy=True)
-        assert (str(logprobs.device), logprobs.dtype, len(logprobs)) == (second, torch.float32, 17)
-        if grad:
-            (logprobs + entropy).sum().backward()
-            assert all(weight.grad.device == weight.device for weight in model.parameters())

@@ -6,8 +6,6 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from grpo.model import weights_file as module
@@ -73,10 +71,6 @@ def test_a_models_weights_are_what_save_pretrained_saves(model, tmp_path):
 def parse(header: object, data: int = 8, length: int | None = None) -> WeightsFile:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     body = (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
-    return read_bytes(body)
-
-
-def read_bytes(body: bytes) -> WeightsFile:
     with tempfile.TemporaryFile() as file:
         file.write(body)
         file.flush()
@@ -105,24 +99,17 @@ def test_the_whole_file_must_be_covered_each_byte_once():
 @pytest.mark.parametrize(
     "header, said",
     [
-        (b"\xff", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         ([], "not a JSON object"),
         ({"x": 1}, "needs dtype"),
-        ({"x": "text"}, "needs dtype"),
-        ({"x": {"dtype": "F32", "shape": [2]}}, "needs dtype"),
-        ({"x": entry(offsets=(0, 4, 8))}, "needs dtype"),
         ({"x": {**entry(), "shape": 2}}, "needs dtype"),
-        ({"x": entry(dtype="F64")}, "has dtype 'F64'"),
+        ({"x" * 10_000: entry(dtype="F64")}, "has dtype 'F64'"),
         ({"x": entry(dtype=["F32"])}, "has dtype"),
         ({"x": entry(shape=(3,))}, "do not fit together"),
         ({"x": entry(shape=(-2,))}, "do not fit together"),
-        ({"x": entry(shape=(2.0,))}, "do not fit together"),
         ({"x": entry(shape=(True, 2))}, "do not fit together"),
         ({"x": entry(shape=(1,) * 9)}, "do not fit together"),
         ({"x": entry(shape=(2**63, 0), offsets=(0, 0))}, "do not fit together"),
-        ({"x": entry(offsets=("0", "8"))}, "do not fit together"),
-        ({"x" * 10_000: entry(dtype="F64")}, "has dtype 'F64'"),
     ],
 )
 def test_a_header_that_is_not_right_is_refused_in_few_words(header, said):
@@ -131,34 +118,10 @@ def test_a_header_that_is_not_right_is_refused_in_few_words(header, said):
     assert len(str(refused.value)) < 400
 
 
-def test_a_header_that_is_not_there_or_far_too_long_is_refused():
-    with pytest.raises(HeaderError, match="shorter"):
-        read_bytes(b"")
-    with pytest.raises(HeaderError, match="a header of 1000 bytes; 69 are the most"):
-        parse({"x": entry()}, length=1000)
-    with pytest.raises(HeaderError, match="a header of 1099511627776 bytes"):
-        parse({}, length=2**40)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["F32", "shape", "dtype"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=12,
-)
-entries = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["F32", "BF16", "I8"]) | json_values,
-        "shape": st.lists(st.integers(-1, 3), max_size=3) | json_values,
-        "data_offsets": st.lists(st.integers(-4, 12), min_size=2, max_size=2) | json_values,
-    }
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.text(max_size=3), entries | json_values, max_size=3) | json_values, st.integers(0, 16))
-def test_no_header_does_anything_but_fit_or_be_refused(header, data):
-    try:
-        read = parse(header, data)
-    except HeaderError:
-        return
-    assert sum(one.count * one.dtype.itemsize for one in read.entries.values()) == data
+def test_a_header_that_is_not_there_or_far_too_long_is_refused(tmp_path):
+    (tmp_path / "empty").touch()
+    with open(tmp_path / "empty", "rb") as file, pytest.raises(HeaderError, match="shorter"):
+        WeightsFile(file, 0)
+    for length in (1000, 2**40):
+        with pytest.raises(HeaderError, match=f"a header of {length} bytes; 69 are the most"):
+            parse({"x": entry()}, length=length)
