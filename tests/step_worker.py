@@ -33,9 +33,8 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Sample
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
-from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
+from grpo.model.pictures import PictureProcessor, freeze_vision_tower, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
-from grpo.model.vision_tower import freeze_vision_tower
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, add_stats
 from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks

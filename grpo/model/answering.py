@@ -1,10 +1,8 @@
-"""Reads and writes a model's grpo.yaml: settings of its training, which grpo.evaluate and grpo.chat take as defaults.
-
-The same model that solves 95 % of its problems may solve 5 % when it is asked without its system prompt.
-"""
+"""Reads and writes a model's grpo.yaml: its training's settings, which grpo.evaluate and grpo.chat take as defaults."""
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import yaml
 
 from grpo.config.command_line import load_yaml, to_yaml
-from grpo.config.errors import ConfigError, is_first_rank, program_name
+from grpo.config.errors import ConfigError, is_first_rank, program_name, require
 from grpo.config.loss_settings import RewardSection, is_users_own
 from grpo.config.sampling_settings import AnswerSection, DataSection, TurnsSection
 
@@ -25,7 +23,6 @@ CODE = "tools", "environment"
 """settings that a model's file cannot make: it must not choose code that a program runs"""
 _TURNS = {field.name for field in fields(TurnsSection)}
 _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat ask as this file says.\n"
-_SHOWN = 48  # characters of a value
 
 
 def write_answering(config: Any, folder: Path) -> None:
@@ -38,8 +35,7 @@ def write_answering(config: Any, folder: Path) -> None:
 def read_answering(model: str) -> tuple[str, dict[str, Any]]:
     """Return the path of a model's grpo.yaml and its settings, those of SECTIONS; without such a file ("", {}).
 
-    `model` is a folder or hub id, of a model or an adapter. Raises ConfigError if the file cannot be read, or
-    `model` is a path that does not exist.
+    Raises ConfigError if the file cannot be read, or `model` is a path that does not exist.
     """
     folder = Path(model).expanduser()
     path = folder / ANSWERING if folder.exists() else _find_on_hub(model)
@@ -62,39 +58,33 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
 def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, Any]:
     """Return the settings of a model's grpo.yaml that a program knows and its user has not given, and show them.
 
-    It is an argument of `parse_arguments`. Raises ConfigError as `read_answering`, and if the file names reward
-    functions outside reward.py.
+    Raises ConfigError as `read_answering`, and if the file names reward functions outside reward.py.
     """
     path, settings = read_answering(model)
     if "reward_funcs" in given:  # weights are for the functions that they were written with
         settings.pop("reward_weights", None)
     if "dataset_name" in given:  # another dataset has other configurations
         settings.pop("dataset_config", None)
-    values = {name: value for name in CODE if (value := settings.pop(name, None))}
-    used = [
-        f"--{name} {' '.join(map(str, value if isinstance(value, list) else [value]))}"
-        for name, value in values.items()
-    ]
-    if given.isdisjoint(CODE):
-        settings = {name: value for name, value in settings.items() if name not in _TURNS}
-        if used and known.issuperset(CODE) and is_first_rank():
-            print(
-                f"{program_name()}: the model was trained with {' '.join(used)}, and is asked without: code is yours "
-                "to name, so add it where you want it",
-                file=sys.stderr,
-            )
-    settings = {name: value for name, value in settings.items() if name in known - given}
+    used = {name: value for name in CODE if (value := settings.pop(name, None))}
+    without = given.isdisjoint(CODE)
+    settings = {name: settings[name] for name in settings if name in known - given and not (without and name in _TURNS)}
+    if used and without and known.issuperset(CODE):
+        code = " and ".join(f"{name} {value}" for name, value in used.items())
+        _say(f"the model was trained with {code}, and is asked without: code is yours to name, so add it")
     for name in settings.get("reward_funcs", ()):
         # A model that was downloaded must not choose code that this program runs, or where completions are sent.
-        if is_users_own(name):
-            raise ConfigError(
-                f"reward_funcs={name!r}: the model was trained with it ({path}), but code, models and servers are "
-                f"yours to name: add --reward_funcs {' '.join(settings['reward_funcs'])}, or others"
-            )
-    if settings and is_first_rank():
-        shown = ", ".join(f"{name}={_shorten(value)}" for name, value in settings.items())
-        print(f"{program_name()}: asked as in training, by {path}: {shown}", file=sys.stderr)
+        reason = f"{path} names it as the training's, but code, models and servers are yours to name"
+        remedy = f"add --reward_funcs {' '.join(settings['reward_funcs'])}, or others"
+        require(not is_users_own(name), "reward_funcs", name, f"{reason}: {remedy}")
+    if settings:
+        shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in settings.items())
+        _say(f"asked as in training, by {path}: {shown}")
     return settings
+
+
+def _say(text: str) -> None:
+    if is_first_rank():
+        print(f"{program_name()}: {text}", file=sys.stderr)
 
 
 def _find_on_hub(model: str) -> Path | None:
@@ -106,8 +96,3 @@ def _find_on_hub(model: str) -> Path | None:
     except OSError:  # there is no such model: loading it fails next, with the reason
         return None
     return path and Path(path)
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"

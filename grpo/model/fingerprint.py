@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.model.load import NO_LIMIT, longest_sequence
-from grpo.model.lora import scalings
+from grpo.model.lora import quantization_of, scalings, unpacked
 from grpo.model.pictures import PictureProcessor
-from grpo.model.quantization import quantization_of, unpacked
 from grpo.model.weights_file import WeightsFile, sample
 from grpo.wire.health import ModelInfo, fingerprint
 
@@ -55,8 +54,8 @@ def describe_without_weights(
 def fingerprint_with(model: PreTrainedModel, inputs: str, weights: WeightsFile, digest: str) -> str:
     """Return the fingerprint that `describe` would give `model` with these weights.
 
-    Its config then has `weights_sha256: digest`, which distinguishes weights that differ by less than the samples show.
-    `inputs` is its ModelInfo's `inputs_fingerprint`.
+    `digest` is what its config then has as `weights_sha256`, for weights that differ by less than the samples show;
+    `inputs` its ModelInfo's `inputs_fingerprint`.
     """
     samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())
     return _fingerprint(model, inputs, samples, digest)
@@ -73,8 +72,5 @@ def _fingerprint(model: PreTrainedModel, inputs: str, samples: Iterable[torch.Te
 
 def _settings(config: dict) -> dict:
     """Return the configuration without the fields in which two equal models may differ."""
-    return {
-        name: _settings(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name not in _VOLATILE
-    }
+    kept = config.keys() - _VOLATILE
+    return {name: _settings(config[name]) if isinstance(config[name], dict) else config[name] for name in kept}

@@ -1,10 +1,8 @@
-"""Finds models and datasets by name: a path is never looked up on the hub, and a hub out of reach is tried once.
-
-OWNER/NAME is a path too if the folder OWNER exists, unless the hub, or its cache, may have it.
-"""
+"""Finds models and datasets by name: a path is never looked up on the hub, and a hub out of reach is tried once."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +12,9 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session, httpx
 from safetensors import SafetensorError, safe_open
-from transformers.utils import cached_file
+from transformers.utils import cached_file, find_adapter_config_file
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, require
 
 log = logging.getLogger(__name__)
 
@@ -29,46 +27,65 @@ def check_model_name(field: str, name: str) -> None:
     path = Path(name)
     if not path.exists():
         can_ask_hub(field, name)
-    elif not path.is_dir():
-        raise ConfigError(f"{field}={name!r}: it is a file: name the folder that the model is in")
-    elif not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
-        raise ConfigError(
-            f"{field}={name!r}: it is a folder without config.json: name the folder of a model, such as RUN/model"
-        )
+        return
+    is_model = any((path / file).is_file() for file in ("config.json", "adapter_config.json"))
+    require(is_model, field, name, "it is no folder with config.json: name the folder of a model, such as RUN/model")
 
 
 def can_ask_hub(field: str, name: str) -> bool:
     """Tell whether the hub can be asked for a name that is no file or folder. Raises ConfigError for a path."""
     first, slash, _ = name.partition("/")
     is_file = not slash and name.endswith((".json", ".jsonl", ".parquet", ".csv"))
-    # `runs` is where runs go, also before the first one.
+    # `runs` is where runs go, also before the first one. OWNER/NAME is a path too if the folder OWNER exists, unless
+    # the hub, or its cache, may have it.
     is_path = is_file or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     is_reachable = not is_path and is_hub_reachable()
     cached = [Path(constants.HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}") for kind in ("models", "datasets")]
     is_known = is_reachable or any(folder.is_dir() for folder in cached)
-    if is_path or (slash and Path(first).is_dir() and not is_known):
-        raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
+    is_lost = is_path or (slash and Path(first).is_dir() and not is_known)
+    require(not is_lost, field, name, "there is no such file or folder: correct the path, or give a hub id")
     return is_reachable
 
 
 def find_file(name: str, *files: str) -> str | None:
-    """Return the path of the first of these files that a model, a folder or hub id, has; None if it has none.
-
-    Raises OSError if the hub knows no such model.
-    """
+    """Return the path of the first of these files that a model has, or None. Raises OSError for an unknown model."""
     missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     return next((path for file in files if (path := cached_file(name, file, **missing_is_none))), None)
 
 
+def base_of(name: str) -> str | None:
+    """Return the model that an adapter was trained on; None if `name` is no adapter. Raises OSError and ConfigError."""
+    path = find_adapter_config_file(name)
+    if path is None:
+        return None
+    base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    remedy = "its adapter_config.json does not say which model it belongs to: write base_model_name_or_path there"
+    require(bool(base), "model_name_or_path", name, remedy)
+    return base
+
+
 @contextmanager
-def refuse_damaged(field: str, name: str, source: str) -> Iterator[None]:
-    """Raise ConfigError if weights of `source`, the model (a folder or hub id) or its base, are damaged."""
+def refuse_unloadable(
+    field: str, name: str, remedy: str = "give a local folder, or a hub id that this machine can reach"
+) -> Iterator[None]:
+    """Raise ConfigError if the block, which loads `name` or the base of such an adapter, fails."""
     try:
         yield
+    except ConfigError:
+        raise
     except SafetensorError as error:  # does not say which file
-        folder = Path(find_file(source, "config.json", "adapter_config.json")).parent
-        path = next(filter(_is_damaged, sorted(folder.glob("*.safetensors"))), folder)
+        sources = filter(None, (name, base_of(name)))
+        folders = [Path(find_file(source, "config.json", "adapter_config.json")).parent for source in sources]
+        files = (path for folder in folders for path in sorted(folder.glob("*.safetensors")))
+        path = next(filter(_is_damaged, files), folders[0])
         raise ConfigError(f"{field}={name!r}: {path} is damaged ({error}): copy or download it again") from error
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(f"{field}={name!r}: cannot be loaded ({one_line(error)}): {remedy}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return the start of an error's text as a part of a sentence."""
+    return " ".join(str(error).split())[:300]
 
 
 def _is_damaged(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -24,19 +25,15 @@ from grpo.config.errors import ConfigError, require
 from grpo.config.sampling_settings import AnsweringConfig, SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.devices import refuse_shortage
-from grpo.model.hub import check_model_name, find_file, refuse_damaged
+from grpo.model.hub import base_of, check_model_name, find_file, refuse_unloadable
 from grpo.model.logprobs import Head
-from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
+from grpo.model.lora import QUANTIZERS, keep_layout, layout, load_adapter, require_packages
 from grpo.model.pictures import takes_pictures
-from grpo.model.quantization import keep_layout, layout
 
 log = logging.getLogger(__name__)
 
 # transformers' bars, such as "Loading weights", vanish when they are full, and show on a terminal alone.
-if hasattr(transformers_logging, "set_tqdm_hook"):  # not in transformers 5.0
-    transformers_logging.set_tqdm_hook(
-        lambda bar, args, kwargs: bar(*args, **{"leave": False, "disable": None, **kwargs})
-    )
+transformers_logging.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{"leave": False, "disable": None, **kwargs}))
 
 NO_LIMIT = 2**31 - 1
 
@@ -44,8 +41,7 @@ NO_LIMIT = 2**31 - 1
 def resolve_dtype(config: SharedConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    # Without hardware for it bfloat16 is slower than float32: on a CPU 5 to 14 times, and on a GPU before Ampere, which
-    # emulates it. --dry_run assumes that a GPU which this machine does not have is newer.
+    # On a CPU bfloat16 takes 5 to 14 times as long as float32; a GPU before Ampere emulates it.
     has_bfloat16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if device.type == "cuda" and has_bfloat16 else torch.float32
 
@@ -53,23 +49,18 @@ def resolve_dtype(config: SharedConfig, device: torch.device) -> torch.dtype:
 def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer. Raises ConfigError without one, or if it has no end-of-sequence token."""
     tokenizer = load_auto(AutoTokenizer, config)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: its tokenizer has no eos token, so no completion could "
-            "ever end: set eos_token in its tokenizer_config.json"
-        )
+    remedy = "its tokenizer has no eos token, which ends completions: set eos_token in its tokenizer_config.json"
+    require(tokenizer.eos_token_id is not None, "model_name_or_path", config.model_name_or_path, remedy)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # safe: masks come from lengths
     return tokenizer
 
 
 def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
-    """Load the language model in its dtype on `device`, in evaluation mode, and check its head.
+    """Load the language model in its dtype on `device`, or spread over all with a `device_map`, and check its head.
 
-    It is quantized if the configuration says so, and spread over all devices with a `device_map`. It must never be
-    put into training mode: its log-probs would be those of another distribution than it sampled from.
-
-    Raises ConfigError if a package that this needs is not installed, or memory is too small.
+    It must stay in evaluation mode: else its log-probs would be those of another distribution than it sampled from.
+    Raises ConfigError, also if a package that this needs is not installed, or memory is too small.
     """
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
@@ -77,11 +68,10 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
         options["device_map"] = device_map
     if config.quantization != "none":
         require_packages("quantization", config.quantization, *QUANTIZERS)
-        if getattr(settings, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"quantization={config.quantization!r}: the weights of {config.model_name_or_path} are quantized "
-                "already: use none, or name the model that they were made from"
-            )
+        is_plain = getattr(settings, "quantization_config", None) is None
+        reason = f"the weights of {config.model_name_or_path} are quantized already"
+        remedy = f"{reason}: use none, or name the model that they were made from"
+        require(is_plain, "quantization", config.quantization, remedy)
         options |= {"quantization_config": layout(config.quantization, dtype), "device_map": device_map or {"": device}}
     with enough_memory(config):
         model = load_auto(auto_class(settings), config, config=settings, dtype=dtype, **options)
@@ -115,10 +105,7 @@ def load_settings(config: SharedConfig) -> PretrainedConfig:
 
 
 def refuse_hub_kernels(field: str, name: str, settings: PretrainedConfig, trust_remote_code: bool) -> None:
-    """Raise ConfigError if a model's configuration names an attention kernel of the hub, without trust in its code.
-
-    transformers downloads and runs it when the model is made, also on device meta.
-    """
+    """Raise ConfigError for an untrusted attention kernel of the hub: transformers runs it when a model is made."""
     for section in _sections(settings):
         kernel = str(section._attn_implementation)
         require(
@@ -144,19 +131,14 @@ def auto_class(settings: PretrainedConfig) -> type:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass, not reentrant.
-
-    grpo/model/logprobs.py switches it on and off for each forward pass. Raises ConfigError if the model cannot
-    recompute.
-    """
+    """Let the model recompute activations where grpo/model/logprobs.py says so. Raises ConfigError if it cannot."""
     # Renamed in transformers 5.23; earlier versions have only the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise ConfigError(
-            f"gradient_checkpointing=True: {type(model).__name__} does not know how to: set it to false"
-        ) from error
+        name = type(model).__name__
+        raise ConfigError(f"gradient_checkpointing=True: {name} does not know how to: set it to false") from error
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -184,11 +166,9 @@ def _end_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBa
 def length_limits(config: PretrainedConfig) -> dict[str, int]:
     """Return the fields of a model's configuration that limit the tokens of a sequence.
 
-    `max_position_embeddings` holds for every sequence. Beyond the others a sequence's log-probs depend on the rest of
-    its batch, so they hold wherever sequences share one. Beyond the first length of longrope positions
-    (`original_max_position_embeddings`), transformers rotates a whole batch by the long factors, a sampled sequence by
-    the short ones up to there. Beyond `index_topk` tokens, which keys an indexed attention sees depends on the length
-    of the row.
+    Beyond the last two its log-probs depend on the rest of its batch: beyond the first length of longrope positions
+    (`original_max_position_embeddings`) transformers rotates a whole batch by the long factors, and which keys an
+    indexed attention sees beyond `index_topk` depends on the length of the row.
     """
     text = config.get_text_config()
     limits = {name: getattr(text, name, None) for name in ("max_position_embeddings", "index_topk")}
@@ -210,18 +190,12 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 def check_lengths(config: AnsweringConfig, settings: PretrainedConfig) -> None:
     """Raise ConfigError if the longest possible sequence is too long for the model, or for its batches."""
     limits = length_limits(settings)
-    name = min(limits, key=limits.get, default=None)
-    if name is None or config.longest_sequence <= limits[name]:
-        return
-    model, limit = config.model_name_or_path, limits[name]
-    if name == "max_position_embeddings":
-        reason = f"{model} takes at most {limit}"
-    else:
-        reason = f"beyond {limit} ({name}) the log-probs of {model} depend on the rest of the batch"
-    raise ConfigError(
-        f"max_completion_length={config.max_completion_length}: with max_prompt_length={config.max_prompt_length} "
-        f"that makes {config.longest_sequence} tokens, and {reason}: lower one of them"
+    name, limit = min(limits.items(), key=itemgetter(1), default=("", NO_LIMIT))
+    remedy = (
+        f"with max_prompt_length={config.max_prompt_length} that makes {config.longest_sequence} tokens, and "
+        f"{config.model_name_or_path} can be trusted up to {limit} ({name}): lower one of them"
     )
+    require(config.longest_sequence <= limit, "max_completion_length", config.max_completion_length, remedy)
 
 
 def cards_of(model: PreTrainedModel) -> list[torch.device]:
@@ -237,18 +211,10 @@ def device_memory(cards: list[torch.device]) -> tuple[int, int, int]:
 
 
 def device_use(cards: list[torch.device]) -> float | None:
-    """Return the mean share of time in which these GPUs ran kernels, over the last second or less.
-
-    None where NVIDIA's library cannot be asked: the package nvidia-ml-py is not installed, or it does not know such a
-    card or a part of it (MIG).
-    """
-    try:
-        from pynvml import NVMLError
-    except ImportError:
-        return None
+    """Return the mean share of the last second or less in which these GPUs ran kernels; None if that is not known."""
     try:
         return sum(torch.cuda.utilization(card) for card in cards) / len(cards) / 100
-    except (NVMLError, RuntimeError):
+    except Exception:  # the package nvidia-ml-py is not installed, or raises its own for such a card or a part (MIG)
         return None
 
 
@@ -256,17 +222,8 @@ def load_auto(auto_class, shared: SharedConfig, **options):
     """Load by the model's name; for an adapter from its base, but its own tokenizer if it has one."""
     name = shared.model_name_or_path
     check_model_name("model_name_or_path", name)
-    try:
+    with refuse_unloadable("model_name_or_path", name):
         source = base_of(name) or name
         if source != name and auto_class is AutoTokenizer and find_file(name, "tokenizer_config.json"):
             source = name
-        with refuse_damaged("model_name_or_path", name, source):
-            return auto_class.from_pretrained(source, trust_remote_code=shared.trust_remote_code, **options)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"model_name_or_path={name!r}: cannot be loaded ({reason}): give a local folder, or a hub "
-            "id that this machine can reach"
-        ) from error
+        return auto_class.from_pretrained(source, trust_remote_code=shared.trust_remote_code, **options)

@@ -1,10 +1,9 @@
 """Computes token log-probs in fp32, for policy and reference: equal weights give equal numbers.
 
-The body of the model runs once over the batch (grpo/model/packing.py). The head runs over completion positions only, a
-block of tokens by a block of the vocabulary at a time: a block's logits are reduced to their logsumexp while they are
-in cache, and computed again in the backward pass. So logits of (T, V) or (B, L, V) never exist, and memory grows with
-neither T nor V. The sum over vocabulary blocks is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009,
-section 4).
+The head runs over completion positions only, a block of tokens by a block of the vocabulary at a time: a block's logits
+are reduced to their logsumexp while they are in cache, and computed again in the backward pass. So logits of (T, V) or
+(B, L, V) never exist, and memory grows with neither T nor V. The sum over vocabulary blocks is that of Cut
+Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009, section 4).
 """
 
 from __future__ import annotations
@@ -16,25 +15,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, require
 from grpo.model.packing import Batch
 
 # Tokens and vocabulary of a block of logits: 16 MB fit a CPU's cache, a GPU is faster with few large launches.
 CPU_BLOCK = (1024, 4096)
 CUDA_BLOCK = (4096, 16384)
-# Since torch 2.8 torch.mm has out_dtype on a GPU, with `out` too.
-MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 def token_logprobs(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log p(token | all tokens before it) of every completion token, and on request the entropy there.
+    """Return log p(token | all tokens before it) of every completion token, and on request the entropy there, in nats.
 
-    Both are float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature), the entropy
-    in nats; both carry gradients.
+    Both are float32 [T] in the order of `batch.targets`, of softmax(logits / temperature), and carry gradients.
     """
-    return _of_body(_body(model, batch), model, batch, temperature, with_entropy)
+    return _at_head(_body(model, batch), model, batch, temperature, with_entropy)
 
 
 def with_router_logits(
@@ -42,12 +38,12 @@ def with_router_logits(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of `token_logprobs` and `router_logits` from one forward pass."""
     body = _body(model, batch, output_router_logits=True)
-    return *_of_body(body, model, batch, temperature, with_entropy), _of_routers(body, batch)
+    return *_at_head(body, model, batch, temperature, with_entropy), _at_routers(body, batch)
 
 
 def router_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return a mixture of experts' router logits where completion tokens are predicted: [layers, T, experts]."""
-    return _of_routers(_body(model, batch, output_router_logits=True), batch)
+    return _at_routers(_body(model, batch, output_router_logits=True), batch)
 
 
 @torch.no_grad()
@@ -59,11 +55,8 @@ def check_router(model: nn.Module, coefficient: float) -> None:
         ids = torch.arange(4, device=model.device).unsqueeze(0)
         body = body_of(model)(input_ids=ids, use_cache=False, output_router_logits=True)
         has_logits = bool(getattr(body, "router_logits", None))
-    if not has_logits:
-        raise ConfigError(
-            f"router_aux_loss_coef={coefficient!r}: {type(model).__name__} has no experts, or does not show how it "
-            "chooses among them: leave it out"
-        )
+    reason = f"{type(model).__name__} has no experts, or does not show how it chooses among them"
+    require(has_logits, "router_aux_loss_coef", coefficient, f"{reason}: leave it out")
 
 
 def _body(model: nn.Module, batch: Batch, **options):
@@ -85,8 +78,8 @@ def _body(model: nn.Module, batch: Batch, **options):
 def text_at(model: nn.Module, input_ids: Tensor, places: Tensor | None) -> Iterator[Tensor]:
     """Let the model take the ids at these places for text, which it would take for pieces of a picture.
 
-    It looks at the ids that it is given: those get another id there, and its embedding the right one. Other calls of
-    the embedding within, such as those that generate makes for the tokens that follow, are left alone.
+    It is given another id there, and its embedding the right one, except in calls with other shapes, such as those
+    that generate makes for the tokens that follow.
     """
     if places is None:
         yield input_ids
@@ -108,18 +101,17 @@ def text_at(model: nn.Module, input_ids: Tensor, places: Tensor | None) -> Itera
         hook.remove()
 
 
-def _of_routers(body, batch: Batch) -> Tensor:
+def _predicting(states: Tensor, batch: Batch) -> Tensor:
+    """Return the rows that predict the completion tokens, [T, size], on the device of `states`."""
+    return states.flatten(0, -2)[batch.predicts.to(states.device)]
+
+
+def _at_routers(body, batch: Batch) -> Tensor:
     device = batch.predicts.device
     return torch.stack([_predicting(layer, batch).to(device) for layer in body.router_logits])
 
 
-def _predicting(states: Tensor, batch: Batch) -> Tensor:
-    """Return the rows that predict the completion tokens, [T, size], on the device of `states`."""
-    rows = states.flatten(0, -2)
-    return rows[batch.predicts.to(rows.device)]
-
-
-def _of_body(
+def _at_head(
     body, model: nn.Module, batch: Batch, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     head = Head.of(model, temperature)
@@ -138,8 +130,7 @@ def recompute(model: nn.Module, wanted: bool) -> None:
     """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so.
 
     Layers recompute only in training mode, which they must still have in the backward pass. The rest of the model stays
-    in evaluation mode and computes as the sampler's and the server's models do. Training mode also turns on noise that
-    no setting turns off (PhiMoE draws its experts at random).
+    in evaluation mode: training mode turns on noise that no setting turns off (PhiMoE draws its experts at random).
     """
     for layer in model.modules():
         if getattr(layer, "gradient_checkpointing", False):
@@ -151,8 +142,8 @@ class Head:
     """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32.
 
     Some models scale their logits, or the hidden states before lm_head: by `logit_scale` (Cohere), `lm_head_multiplier`
-    (Falcon-H1) or 1 / `logits_scaling` (Granite, MiniCPM3; HyperCLOVA X multiplies by it). Then Gemma's are capped
-    (`final_logit_softcapping`). `check` tells whether the model does anything else. The temperature divides last.
+    (Falcon-H1) or 1 / `logits_scaling` (Granite, MiniCPM3; HyperCLOVA X multiplies by it). Gemma caps them
+    (`final_logit_softcapping`). The temperature divides last.
     """
 
     weight: Tensor
@@ -183,20 +174,11 @@ class Head:
         return logits
 
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """Compute all logits over the temperature, [n, hidden size] -> float32 [n, vocabulary], without gradients.
-
-        For few rows only.
-        """
-        if hidden.is_cuda and MM_GIVES_FP32:
-            return self.logits(hidden, slice(None))
-        # The weight is cast to fp32, a block at a time.
+        """Compute all logits of few rows: [n, hidden size] -> float32 [n, vocabulary], without gradients."""
         return torch.cat([self.logits(hidden, block) for block in self.blocks(hidden)[1]], dim=1)
 
     def logits_in_blocks(self, hidden: Tensor) -> Tensor:
-        """Compute all logits over the temperature in blocks of the vocabulary, -inf beyond its end.
-
-        [n, hidden size] -> float32 [blocks, n, size], without gradients. For few rows only.
-        """
+        """Do the same in blocks of the vocabulary, -inf beyond its end: float32 [blocks, n, size]."""
         _, slices, _ = self.blocks(hidden)
         if len(slices) == 1:
             return self.logits(hidden, slices[0]).unsqueeze(0)
@@ -229,16 +211,13 @@ class Head:
     @torch.no_grad()
     def check(cls, model: nn.Module) -> None:
         """Compare this head with the model's own on a few tokens. Raises ConfigError if they differ."""
-        embedding = model.get_input_embeddings().weight
+        embedding, name = model.get_input_embeddings().weight, type(model).__name__
         ids = torch.arange(16, device=embedding.device).unsqueeze(0) % len(embedding)
         linear, head_inputs = model.get_output_embeddings(), []
         body = body_of(model)(input_ids=ids, use_cache=False)
         hidden = getattr(body, "last_hidden_state", None)
         if linear is None or hidden is None or hidden.shape[-1] != linear.weight.shape[1]:
-            raise ConfigError(
-                f"{type(model).__name__} is not made of a body and a linear head over its last hidden states: use "
-                "another model"
-            )
+            raise ConfigError(f"{name} has no linear head over its last hidden states: use another model")
         hook = linear.register_forward_pre_hook(lambda linear, inputs: head_inputs.append(inputs[0]))
         try:
             expected = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -253,23 +232,22 @@ class Head:
         if (same_pass - hidden * head.scale).norm() < (same_pass - hidden).norm():  # scaled before the linear layer
             same_pass = same_pass / head.scale
         computed = head.logits(same_pass, slice(None)).to(expected.device)
-        is_fp32 = hidden.dtype == torch.float32
         moved, size = (states.float().norm(dim=1) for states in (same_pass - hidden, hidden))
         between = (moved / size.clamp(min=1e-9)).quantile(0.25).item()
         difference = ((expected - computed).abs().max() / expected.abs().max().clamp(min=1.0)).item()
         # bfloat16 keeps 8 bits: the model's own logits are that coarse.
-        if not (difference <= (1e-4 if is_fp32 else 0.03) and between <= (1e-4 if is_fp32 else 0.3)):
+        most, most_between = (1e-4, 1e-4) if hidden.dtype == torch.float32 else (0.03, 0.3)
+        if not (difference <= most and between <= most_between):
             raise ConfigError(
-                f"{type(model).__name__} does something to its logits that grpo/model/logprobs.py does not know "
-                f"(relative difference {max(difference, between):.1e}): add it to Head, or use another model"
+                f"{name} does something to its logits that grpo/model/logprobs.py does not know (relative difference "
+                f"{max(difference, between):.1e}): add it to Head, or use another model"
             )
 
 
 class _Logprobs(torch.autograd.Function):
     """Log-probs of the targets, and entropies or None, float32 [T], from hidden states [T, hidden size].
 
-    All blocks are one node of the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires
-    each time.
+    One node of the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time.
     """
 
     @staticmethod
@@ -347,18 +325,14 @@ class _Logprobs(torch.autograd.Function):
 
 def _places(targets: Tensor, block: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each target's column in the block, int64 [n, 1], and whether the block contains it, bool [n]."""
-    place = targets - (block.start or 0)
+    place = targets - block.start
     width = logits.shape[1]
     return place.clamp(0, width - 1).unsqueeze(1), (place >= 0) & (place < width)
 
 
 def _linear_fp32(rows: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """Compute rows @ weight.T with float32 output, also where both are bfloat16.
-
-    Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL of equal models; casting the whole
-    weight to float32 instead would cost a second copy of it.
-    """
+    """Compute rows @ weight.T in float32: rounded to bfloat16, logits move log-probs by up to 0.09."""
     out = None if buffer is None else buffer[: len(rows) * len(weight)].view(len(rows), len(weight))
-    if rows.device.type != "cpu" and rows.dtype != torch.float32 and MM_GIVES_FP32:
+    if rows.device.type != "cpu" and rows.dtype != torch.float32:
         return torch.mm(rows, weight.t(), out_dtype=torch.float32, out=out)
     return torch.mm(rows.float(), weight.t().float(), out=out)

@@ -1,15 +1,13 @@
-"""Puts the layers of LoRA, rsLoRA and DoRA, which are peft's, into the model itself.
+"""Puts the layers of LoRA, rsLoRA and DoRA, which are peft's, into the model itself; weights in 4 or 8 bits.
 
-There is one adapter, named "default" as peft names it. Its layers are modules of the model; `generate`, the head and
-attention work as without it, and `save_pretrained` saves the adapter alone. It is never merged while it is used: in 16
-bits merging rounds the weights.
+There is one adapter, named "default" as peft names it. `generate`, the head and attention work as without it, and
+`save_pretrained` saves the adapter alone. It is never merged while it is used: in 16 bits merging rounds the weights.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -20,15 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import find_adapter_config_file
 
-from grpo.config.errors import ConfigError, did_you_mean
+from grpo.config.errors import ConfigError, did_you_mean, require
 from grpo.config.sampling_settings import PolicyConfig
-from grpo.model.hub import refuse_damaged
-from grpo.model.quantization import is_packed, is_quantized, unpacked
-from grpo.model.vision_tower import vision_modules
+from grpo.model.hub import base_of, one_line, refuse_unloadable
+from grpo.model.pictures import vision_modules
 from grpo.model.weights_file import named_weights
 
 if TYPE_CHECKING:
@@ -36,6 +32,8 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 log = logging.getLogger(__name__)
+# It warns at its import, which peft makes too, that it lacks a kernel for CPUs. `keep_layout` needs none.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 NAME = "default"
 QUANTIZERS = "accelerate", "bitsandbytes"
@@ -52,25 +50,8 @@ _KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
 
 def require_packages(field: str, value: object, *packages: str) -> None:
     """Raise ConfigError if a package that a setting needs is not installed."""
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise ConfigError(f"{field}={value!r}: {missing[0]} is not installed: pip install {' '.join(missing)}")
-
-
-def base_of(name: str) -> str | None:
-    """Return the model that an adapter was trained on, from its folder or hub id; None if `name` is no adapter.
-
-    Raises OSError if the hub knows no such name, ConfigError if the adapter does not name its base.
-    """
-    path = find_adapter_config_file(name)
-    if path is None:
-        return None
-    base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise ConfigError(
-            f"model_name_or_path={name!r}: its adapter_config.json does not say which model it belongs to: write "
-            "base_model_name_or_path there"
-        )
-    return base
+    missing = " ".join(package for package in packages if importlib.util.find_spec(package) is None)
+    require(not missing, field, value, f"{missing} is not installed: pip install {missing}")
 
 
 def check_adapter(config: PolicyConfig) -> None:
@@ -79,11 +60,9 @@ def check_adapter(config: PolicyConfig) -> None:
         require_packages("quantization", config.quantization, *QUANTIZERS)
     if config.use_peft:
         require_packages("use_peft", True, "peft")
-    elif base_of(config.model_name_or_path) is not None:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: it is an adapter: add use_peft to train it further, "
-            "or merge it into its base to train the whole model"
-        )
+        return
+    remedy = "it is an adapter: add use_peft to train it, or merge it into its base to train the whole model"
+    require(base_of(config.model_name_or_path) is None, "model_name_or_path", config.model_name_or_path, remedy)
 
 
 def load_adapter(model: PreTrainedModel, name: str) -> None:
@@ -91,13 +70,13 @@ def load_adapter(model: PreTrainedModel, name: str) -> None:
     put_adapter(model, name)
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    with refuse_damaged("model_name_or_path", name, name):
+    with refuse_unloadable("model_name_or_path", name):
         saved = load_peft_weights(name, "cpu")
     weights = {key.removeprefix("base_model.model."): value for key, value in saved.items()}
     try:
         loaded = set_peft_model_state_dict(model, weights, NAME)
     except RuntimeError as error:
-        raise _refused(name, f"its weights do not fit its base ({' '.join(str(error).split())[:300]})") from error
+        raise _refused(name, f"its weights do not fit its base ({one_line(error)})") from error
     if wrong := loaded.unexpected_keys + [key for key in loaded.missing_keys if ".lora_" in key]:
         raise _refused(name, f"its weights and its configuration name different layers ({wrong[0]})")
 
@@ -110,15 +89,14 @@ def put_adapter(model: PreTrainedModel, name: str) -> None:
     config = PeftConfig.from_pretrained(name)
     if not isinstance(config, LoraConfig):
         raise _refused(name, f"its adapter is {config.peft_type}, not LoRA")
+    if config.init_lora_weights in _KNOWN_STARTS:
+        config.init_lora_weights = True
     plain = LoraConfig()
     for field in fields(config):
         value = getattr(config, field.name)
-        known = field.name in _KNOWN_FIELDS or value == getattr(plain, field.name)
-        if not known and not (field.name == "init_lora_weights" and value in _KNOWN_STARTS):
-            raise _refused(
-                name, f"its adapter_config.json has {field.name}={value!r}, which is more than LoRA, rsLoRA or DoRA"
-            )
-    config.lora_dropout, config.init_lora_weights, config.inference_mode = 0.0, True, False
+        if field.name not in _KNOWN_FIELDS and value != getattr(plain, field.name):
+            raise _refused(name, f"its adapter has {field.name}={value!r}, which is more than LoRA, rsLoRA or DoRA")
+    config.lora_dropout, config.inference_mode = 0.0, False
     _put_in(model, config, "model_name_or_path", name)
 
 
@@ -129,28 +107,26 @@ def _refused(name: str, reason: str) -> ConfigError:
 def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     """Give the model an adapter, drawn from the run's seed, or continue with the one it came with; freeze the rest.
 
-    Return whether it came with one. With `freeze_vision_tower` a new adapter has no layers in the vision tower. It
-    changes no output yet: its second matrix is 0. Raises ConfigError if it fits no layer.
+    Return whether it came with one. A new adapter changes no output yet: its second matrix is 0. With
+    `freeze_vision_tower` it has no layers in the vision tower. Raises ConfigError if it fits no layer.
     """
     if hasattr(model, "peft_config"):
         adapter = model.peft_config[NAME]
-        kind = "DoRA" if adapter.use_dora else "rsLoRA" if adapter.use_rslora else "LoRA"
-        name = config.model_name_or_path
-        log.info("continuing with %s: %s, r %d, alpha %g", name, kind, adapter.r, adapter.lora_alpha)
+        log.info("continuing with %s: r %d, alpha %g", config.model_name_or_path, adapter.r, adapter.lora_alpha)
         return True
     from peft import LoraConfig
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOSEN
 
     targets = config.lora_target_modules
-    if targets is None and model.config.model_type not in CHOSEN:
-        targets = ["all-linear"]  # of no vision-language model peft knows which layers to take
-    if targets != ["all-linear"]:
+    if targets == ["all-linear"] or (targets is None and model.config.model_type not in CHOSEN):
+        targets = "all-linear"  # of no vision-language model peft knows which layers to take
+    else:
         _check_targets(model, targets or [])
     tower = [rf"{re.escape(name)}\..*" for name in vision_modules(model)] if config.freeze_vision_tower else []
     settings = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=targets,
         exclude_modules="|".join(tower) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -166,21 +142,23 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
 
 def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
     """Raise ConfigError for a name that is no layer's. peft refuses only if all names are wrong."""
-    names = [f".{name}" for name, _ in model.named_modules()]
+    names, layers = [f".{name}" for name, _ in model.named_modules()], _kinds_of_layers(model)
     for target in targets:
-        if not any(name.endswith(f".{target}") for name in names):
-            layers = _kinds_of_layers(model)
-            raise ConfigError(
-                f"lora_target_modules={target!r}: the model has no such layer{did_you_mean(target, layers)}: name some "
-                f"of its linear layers ({', '.join(layers)}), or all-linear"
-            )
+        is_there = any(name.endswith(f".{target}") for name in names)
+        remedy = f"name some of its linear layers ({', '.join(layers)}), or all-linear"
+        problem = f"the model has no such layer{did_you_mean(target, layers)}"
+        require(is_there, "lora_target_modules", target, f"{problem}: {remedy}")
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     """Return the model's linear layers by name, without its head and an adapter's."""
-    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, linear) and layer is not head}
-    return {name: layer for name, layer in layers.items() if ".lora_" not in name}
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D)  # Conv1D is GPT-2's
+        and layer is not model.get_output_embeddings()
+        and ".lora_" not in name
+    }
 
 
 def _kinds_of_layers(model: PreTrainedModel) -> list[str]:
@@ -189,27 +167,22 @@ def _kinds_of_layers(model: PreTrainedModel) -> list[str]:
 
 def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: object) -> None:
     """Add an adapter's layers to the model. Raises ConfigError, naming `field` and `value`, if they do not fit."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     layers = _kinds_of_layers(model)
     try:
         model.add_adapter(config, NAME)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{field}={value!r}: {reason} The model's linear layers: {', '.join(layers)}") from error
+        raise ConfigError(f"{field}={value!r}: {one_line(error)}: its linear layers are {', '.join(layers)}") from error
+    remedy = "puts an adapter on the embeddings or the head, which are computed without it: leave those layers out"
+    with_adapter = _lora_layers(model).values()
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(layer, BaseTunerLayer):
-            raise ConfigError(
-                f"{field}={value!r}: puts an adapter on the embeddings or the head, whose weights the log-probs are "
-                "computed from directly: leave those layers out"
-            )
+        require(layer not in with_adapter, field, value, remedy)
     # peft gives new layers fp32 weights; the policy and its reference must compute in the same dtype.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
-    # The saved adapter may be loaded from another directory.
-    base = config.base_model_name_or_path
-    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    base = Path(config.base_model_name_or_path)
+    if base.is_dir():  # the saved adapter may be loaded from another directory
+        config.base_model_name_or_path = str(base.resolve())
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -217,8 +190,8 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     weights = {}
     for name, weight in model.named_parameters():
         if ".lora_" in name:
-            name = name.replace(f".lora_magnitude_vector.{NAME}.weight", ".lora_magnitude_vector")
-            weights[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = weight.detach()
+            name = name.replace(f"_vector.{NAME}.weight", "_vector").replace(f".{NAME}.", ".")
+            weights[f"base_model.model.{name}"] = weight.detach()
     return weights
 
 
@@ -234,22 +207,27 @@ def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def scalings(model: PreTrainedModel) -> list[float]:
     """Return the factor of each layer's adapter, which is in no parameter; empty without an adapter."""
-    return [float(layer.scaling[NAME]) for layer in _lora_layers(model)] if hasattr(model, "peft_config") else []
+    return [float(layer.scaling[NAME]) for layer in _lora_layers(model).values()]
 
 
-def _lora_layers(model: PreTrainedModel) -> list[LoraLayer]:
+def _lora_layers(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    """Return the layers with an adapter, by name; none without an adapter."""
+    if not hasattr(model, "peft_config"):
+        return {}
     from peft.tuners.lora import LoraLayer
 
-    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
 @contextmanager
 def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
     """Compute DoRA's norms once, while no weight changes. peft does so in every call, for every sampled token."""
-    layers = _lora_layers(model) if hasattr(model, "peft_config") and model.peft_config[NAME].use_dora else []
-    magnitudes = [layer.lora_magnitude_vector[NAME] for layer in layers]
+    magnitudes = []
     with torch.no_grad():
-        for layer, magnitude in zip(layers, magnitudes, strict=True):
+        for layer in _lora_layers(model).values():
+            if not layer.lora_magnitude_vector:
+                continue
+            magnitudes.append(magnitude := layer.lora_magnitude_vector[NAME])
             product = magnitude.get_lora_weight(layer.lora_A[NAME], layer.lora_B[NAME])
             norm = magnitude.get_weight_norm(unpacked(layer.get_base_layer().weight), product, layer.scaling[NAME])
             # peft uses the product for its norm alone, so any value may replace it.
@@ -263,13 +241,10 @@ def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def trained_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Limit the model's state dict to the trained parameters.
-
-    DeepSpeed's `exclude_frozen_parameters` keeps a tied head, and the constants of weights in 4 bits.
-    """
+    """Limit the model's state dict to the trained parameters. DeepSpeed's own way keeps a tied head and constants."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def leave_out(model: PreTrainedModel, weights: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name in weights.keys() - trained:
             del weights[name]
 
@@ -284,7 +259,7 @@ class AdapterOffReference:
     """The reference without a server: the policy with its adapter off, or with the adapter that the run began with."""
 
     def __init__(self, model: PreTrainedModel, began_with_adapter: bool):
-        """Must be called before the first update. Keeps a copy of the adapter that the run began with, if it did."""
+        """Must be called before the first update: it copies the adapter that the run began with, if it did."""
         self._model = model
         self._adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._start = [weight.detach().clone() for weight in self._adapter] if began_with_adapter else None
@@ -312,29 +287,22 @@ class AdapterOffReference:
 def merged(model: PreTrainedModel) -> PreTrainedModel:
     """Return a plain model to save, with the adapter merged into its weights; `model` stays as it is.
 
-    It cannot compute: it lacks buffers that are not saved. The merged weights are new tensors on the CPU and take as
-    much memory there as the layers with an adapter have. Weights in 4 bits are unpacked into the model's dtype, on the
-    CPU too: the saved model is the base that the adapter was trained on. All other weights are shared with `model`. On
-    the model's device one layer is merged at a time.
+    It cannot compute: it lacks buffers that are not saved. Merged weights, and those in 4 bits, which are unpacked into
+    the model's dtype (the base that the adapter was trained on), are new tensors on the CPU. All others are shared with
+    `model`. On the model's device one layer is merged at a time.
     """
-    from peft.tuners.lora import LoraLayer
-
-    weights = {
-        name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items() if ".lora_" not in name
-    }
     settings = copy.deepcopy(model.config)
     if is_quantized(model, "4bit"):
         del settings.quantization_config
-        weights = {name: weight for name, weight in weights.items() if ".weight." not in name}  # blocks' constants
-        for name, weight in model.named_parameters():
-            if is_packed(weight) and ".base_layer." not in name:
-                weights[name] = unpacked(weight).cpu()
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            weights[f"{name}.weight"] = _merged_weight(layer).cpu()
     with torch.device("meta"):
         plain = type(model)(settings)
-    plain.load_state_dict(weights, assign=True)
+    weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
+    for name, weight in model.named_parameters():
+        if is_packed(weight) and ".base_layer." not in name:
+            weights[name] = unpacked(weight).cpu()
+    for name, layer in _lora_layers(model).items():
+        weights[f"{name}.weight"] = _merged_weight(layer).cpu()
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
     return plain
@@ -354,3 +322,49 @@ def _merged_weight(layer: LoraLayer) -> Tensor:
         # Unmerging would subtract the adapter again, and leave the rounding of both.
         base.weight.data = original
         layer.merged_adapters.clear()
+
+
+# Weights in 4 or 8 bits, by bitsandbytes.
+
+
+def layout(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return bitsandbytes' settings; 4 bits are QLoRA's (Dettmers et al. 2023, arXiv:2305.14314, section 3)."""
+    return BitsAndBytesConfig(
+        load_in_8bit=quantization == "8bit",
+        load_in_4bit=quantization == "4bit",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+    )
+
+
+def keep_layout(model: PreTrainedModel) -> None:
+    """Keep 4 bit weights in the layout that gradients can pass through.
+
+    On a CPU with AVX512-BF16, bitsandbytes packs them anew in the first pass without gradients.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
+def is_quantized(model: PreTrainedModel, quantization: str) -> bool:
+    return getattr(model, f"is_loaded_in_{quantization}", False)
+
+
+def quantization_of(model: PreTrainedModel) -> str:
+    """Return the value of the setting `quantization` that the model was loaded with."""
+    return next((name for name in ("4bit", "8bit") if is_quantized(model, name)), "none")
+
+
+def is_packed(weight: Tensor) -> bool:
+    return getattr(weight, "quant_state", None) is not None
+
+
+def unpacked(weight: Tensor) -> Tensor:
+    """Return the numbers that a layer multiplies with, in the model's dtype; for a weight in 4 bits, a copy."""
+    if not is_packed(weight):
+        return weight.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state)

@@ -1,13 +1,13 @@
 """Computes the memory of one process without loading weights, and prints it for both programs.
 
-The model is built on device meta, where tensors have sizes and no numbers. A forward pass, and a backward pass for the
-trainer, run there (`activations`), and the living tensors are counted. Formulas stand for attention, whose kernel
-depends on the device, for the head's blocks of logits, and for quantized weights. grpo/trainer/rank_memory.py adds the
-needs of a rank of the trainer. `python -m benchmarks.memory` compares the sum with measured peaks.
+A forward pass, and a backward pass for the trainer, run on device meta, where tensors have sizes and no numbers, and
+the living tensors are counted. Formulas stand for attention, whose kernel depends on the device, for the head's blocks
+of logits, and for quantized weights. `python -m benchmarks.memory` compares the sum with measured peaks.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,11 +26,14 @@ from transformers.pytorch_utils import Conv1D
 from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
+from grpo.model.hub import refuse_unloadable
 from grpo.model.load import auto_class, load_settings, longest_sequence, resolve_dtype
-from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32, body_of, recompute
+from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, body_of, recompute
 from grpo.model.lora import linear_layers
+from grpo.model.packing import pack_prompts
 from grpo.model.pictures import PictureProcessor, Vision
 from grpo.model.tree_attention import ROWS
+from grpo.model.trial import longest_packed
 from grpo.wire.picture_files import PicturedPrompt
 
 MIB, GIB = 2**20, 2**30
@@ -62,22 +64,12 @@ class Pictures:
     count: int
 
     def inputs(self, model: PreTrainedModel, tokens: int) -> dict[str, Tensor]:
-        """Return the model's inputs: pixels on device meta, but integers with values, as lengths are read from them.
-
-        Raises PictureError if a picture cannot be opened.
-        """
-        token_id = self.processor.token_id
-        ids = torch.full((1, tokens), int(token_id == 0))
-        ids[0, : self.count * len(self.prompt)] = torch.from_numpy(np.asarray(self.prompt, np.int64)).repeat(self.count)
-        inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).unsqueeze(0)}
-        for name, value in self.processor.join(self.processor.inputs(self.prompt.pictures)).items():
-            times = self.count, *[1] * (value.ndim - 1)
-            inputs[name] = (value.to("meta") if value.is_floating_point() else value).repeat(times)
-        vision = Vision(self.processor, model)
-        if vision.has_positions:
-            inputs["position_ids"] = inputs["position_ids"].expand(3, 1, tokens)
-        if vision.types_name is not None:
-            inputs[vision.types_name] = (ids == token_id).long()
+        """Return the model's inputs: pixels on device meta, but integers with values, as lengths are read from them."""
+        text = [int(self.processor.token_id == 0)] * (tokens - self.count * len(self.prompt))
+        batch = pack_prompts([*[self.prompt] * self.count, text], Vision(self.processor, model), "cpu")
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        for name, value in batch.pictures.items():
+            inputs[name] = value.to("meta") if value.is_floating_point() else value
         return inputs
 
 
@@ -116,10 +108,7 @@ class Memory:
 
 
 def server_memory(model: PreTrainedModel, quantization: str, tokens: int, longest: int, device_type: str) -> Memory:
-    """Return a server's memory for a forward pass of `tokens`, the longest sequence of which has `longest`.
-
-    The model is on device meta. Raises NotImplementedError if it does not run there.
-    """
+    """Return a server's memory for a pass of `tokens` in sequences of at most `longest`. Raises as `activations`."""
     pass_terms = {"activations": activations(model, tokens, longest, device_type, GROUP + 1)}
     return Memory(
         outside={"process": CUDA_PROCESS if device_type == "cuda" else SERVER_PROCESS},
@@ -130,11 +119,10 @@ def server_memory(model: PreTrainedModel, quantization: str, tokens: int, longes
 
 
 def weights(model: PreTrainedModel, quantization: str) -> int:
-    """Return the bytes of the weights. A tied head counts once.
+    """Return the bytes of the weights, a tied head once, linear layers as bitsandbytes lays them out.
 
-    As bitsandbytes lays them out: all linear layers except the head, in 8 bits with a float32 for each output, in 4
-    bits with a byte for every 64 numbers and a float32 for every 256 such bytes. Embeddings, head, norms, biases and
-    an adapter stay in the model's dtype.
+    In 8 bits with a float32 for each output, in 4 bits with a byte for every 64 numbers and a float32 for every 256
+    such bytes. Embeddings, head, norms, biases and an adapter stay in the model's dtype.
     """
     item = model.dtype.itemsize
     size = sum(parameter.numel() for parameter in model.parameters()) * item
@@ -165,10 +153,7 @@ def _sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:
 
 
 def attention_widths(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the numbers of a token's queries, and of its keys, in a layer; its values are as many as its keys.
-
-    Raises NotImplementedError for a model without attention.
-    """
+    """Return the numbers of a token's queries, and of its keys, in a layer; NotImplementedError without attention."""
     config = model.config.get_text_config()
     if (heads := getattr(config, "num_attention_heads", None)) is None:
         raise NotImplementedError(f"{type(model).__name__} has no attention heads, which the formula counts")
@@ -188,18 +173,15 @@ def activations(
     backward: bool = False,
     pictures: Pictures | None = None,
 ) -> int:
-    """Return the most bytes of a pass of `tokens` in sequences of at most `longest`, parameters' gradients not in.
+    """Return the most bytes of a pass of `tokens` in sequences of at most `longest`, without parameters' gradients.
 
     `copies`: how often a key of a packed batch is laid out (grpo/model/tree_attention.py), on average. `padded`: the
-    batch is `generate`'s. `backward`: a backward pass follows, with recomputation if the model is set to it.
-    `pictures`: those of its prompts. The model is on device meta, and must not change between two calls.
-
-    Raises NotImplementedError if it does not run without numbers.
+    batch is `generate`'s. `backward`: a backward pass follows, with recomputation if the model is set to it. The model
+    is on device meta, and must not change between two calls. Raises NotImplementedError if it does not run there.
     """
     beside = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
     embeddings = model.get_input_embeddings()
-    width, dtype, is_trained = embeddings.weight.shape[1], embeddings.weight.dtype, embeddings.weight.requires_grad
     fed = pictures.inputs(model, tokens) if pictures is not None else {}
     trained = [parameter for parameter in model.parameters() if backward and parameter.requires_grad]
     hooks = [
@@ -210,8 +192,8 @@ def activations(
         try:
             recompute(model, wanted=backward)
             with live, torch.set_grad_enabled(backward):
-                states = torch.empty(1, tokens, width, dtype=dtype, device="meta")
-                states.requires_grad_(backward and is_trained)
+                states = embeddings.weight.new_empty(1, tokens, embeddings.weight.shape[1])
+                states.requires_grad_(backward and embeddings.weight.requires_grad)
                 # transformers passes a mask in four dimensions unchanged (grpo/model/logprobs.py).
                 mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta")
                 if pictures is None:
@@ -235,10 +217,7 @@ def activations(
 
 @contextmanager
 def _counted_attention(model: PreTrainedModel, beside: tuple[int, int], pictures: Pictures | None) -> Iterator[None]:
-    """Let each attention of the model make the tensors of a kernel, and compute nothing.
-
-    `beside`: the bytes of `_beside_attention`.
-    """
+    """Let each attention of the model make the tensors of a kernel (`_beside_attention`), and compute nothing."""
 
     def attention(module, query, key, value, attention_mask, **options):
         # The vision tower's, which is not causal, has a fused kernel.
@@ -264,16 +243,10 @@ def _counted_attention(model: PreTrainedModel, beside: tuple[int, int], pictures
 def _beside_attention(
     model: PreTrainedModel, tokens: int, longest: int, device_type: str, copies: float, padded: bool, backward: bool
 ) -> tuple[int, int]:
-    """Return the bytes that a layer's attention makes beside queries, keys, values and their result.
-
-    First those that are kept for a backward pass, then those that are dropped after the layer's attention.
-    """
+    """Return the bytes beside queries, keys, values and result in a layer: kept for a backward pass, and dropped."""
     config, item, (queries, keys) = model.config.get_text_config(), model.dtype.itemsize, attention_widths(model)
     heads = config.num_attention_heads
-    layer_types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) if not layer_types or "sliding_attention" in layer_types else None
-    # A batch with a sequence beyond the model's window is padded too.
-    if padded or (window is not None and longest > window):
+    if padded or longest > longest_packed(model)[0]:
         pairs, repeated = tokens * longest, 2 * queries * item * tokens if queries != keys else 0
         if model.config._attn_implementation == "eager":
             # Scores as they come, in fp32, and rounded again; and two masks.
@@ -297,7 +270,7 @@ def _at_head(model: PreTrainedModel, tokens: int, device_type: str, backward: bo
     item, cuda = model.dtype.itemsize, device_type == "cuda"
     rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
     rows, columns = min(rows, tokens), min(columns, vocabulary)
-    casts = 0 if item == 4 or (cuda and MM_GIVES_FP32) else 4 * (rows + columns) * hidden
+    casts = 0 if item == 4 or cuda else 4 * (rows + columns) * hidden
     blocks = 3 if backward else 1  # the logits, their gradient, and its cast
     states = (4 + 2 * item if backward else item) * hidden  # of the tokens that predict, and their gradient in fp32
     return blocks * 4 * rows * columns + casts + (states + 200) * tokens  # ids, places, answers, losses
@@ -332,13 +305,9 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _on_one_device(arguments):
-    """Return an operation's arguments, all on device meta if some are.
-
-    Tensors that lengths are read from are on the CPU: a picture's rows and columns, and whatever follows from them.
-    """
+    """Return an operation's arguments, all on device meta if some are: lengths are read from tensors on the CPU."""
     if len({leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}) < 2:
         return arguments
-
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and leaf.ndim else leaf, arguments)
 
 
@@ -364,6 +333,10 @@ class _Attention(torch.autograd.Function):
 CARDS = 8, 12, 16, 24, 40, 48, 80
 """GB, as cards are sold"""
 CARD_USABLE = 0.9  # the share that error correction, driver and display leave
+_ASSUMPTIONS = (
+    f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels, a "
+    f"margin of {MARGIN:.0%}"
+)
 BATCHES = [2**power for power in range(10, 18)]
 """the values of --max_batch_tokens that are tried for a card"""
 
@@ -380,10 +353,8 @@ def server_report(config: ServerConfig) -> str:
         alone = server_memory(model, config.quantization, longest, longest, device.type)
         fits = fit(on_meta(config, card_dtype), config.quantization, longest)
     except NotImplementedError as error:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: no estimate of its memory ({error}): start the "
-            "server without --estimate"
-        ) from error
+        reason = f"no estimate of its memory ({error}): start the server without --estimate"
+        raise ConfigError(f"model_name_or_path={config.model_name_or_path!r}: {reason}") from error
     count = sum(parameter.numel() for parameter in model.parameters())
     measured = "not measured on a card" if device.type == "cuda" else "compared with measured peaks"
     lines = [
@@ -409,38 +380,32 @@ def server_report(config: ServerConfig) -> str:
 def on_meta(config: SharedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without its weights. Raises ConfigError if it does not exist."""
     settings = load_settings(config)
-    try:
-        with torch.device("meta"):
-            model = auto_class(settings).from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    except ValueError as error:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: not a causal language model "
-            f"({' '.join(str(error).split())[:300]}): name one"
-        ) from error
+    remedy = "name a causal language model"
+    with refuse_unloadable("model_name_or_path", config.model_name_or_path, remedy), torch.device("meta"):
+        model = auto_class(settings).from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
     return model.eval()
 
 
 def fit(model: PreTrainedModel, quantization: str, longest: int) -> dict[int, int]:
     """Return for each card the largest of BATCHES, with sequences as long as it or `longest`; 0 if none fits."""
-    sizes = {
-        tokens: server_memory(model, quantization, tokens, min(tokens, longest), "cuda").total for tokens in BATCHES
+    cards = {
+        batch: smallest_card(server_memory(model, quantization, batch, min(batch, longest), "cuda"))
+        for batch in BATCHES
     }
-    return {card: max((tokens for tokens in BATCHES if _fits(sizes[tokens], card)), default=0) for card in CARDS}
+    return {card: max((batch for batch in BATCHES if cards[batch] <= card), default=0) for card in CARDS}
 
 
-def _fits(size: int, card: int) -> bool:
-    return size <= CARD_USABLE * card * GIB
+def smallest_card(memory: Memory) -> float:
+    """Return the smallest of CARDS that is large enough; infinity if none is."""
+    return next((card for card in CARDS if memory.total <= CARD_USABLE * card * GIB), math.inf)
 
 
 def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
     """Return the lines on the memory of a rank on this machine."""
     device_type = memory.device_type
     measured = "compared with one run on an H100" if device_type == "cuda" else "compared with measured peaks"
-    lines = [
-        f"Memory of a rank on this machine ({device_type}, {name_of(dtype)}; {measured}), MiB; times {ranks} for all "
-        "ranks:",
-        *term_lines(memory),
-    ]
+    here = f"Memory of a rank on this machine ({device_type}, {name_of(dtype)}; {measured}), MiB"
+    lines = [f"{here}; times {ranks} for all ranks:", *term_lines(memory)]
     if memory.host:
         size, local_ranks = total(memory.host), int(os.environ.get("LOCAL_SIZE", ranks))
         needed, available = local_ranks * size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -453,15 +418,12 @@ def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
 
 
 def change_lines(memories: dict[str, Memory], dtype: torch.dtype) -> list[str]:
-    """Return the smallest card for a rank: of the run as it is set, and with each change of one setting."""
-    lines = [
-        f"On a card for each rank (cuda, {name_of(dtype)}), as set and with one setting changed: the same formula, "
-        "compared with one run on an H100.",
-        f"{_ASSUMPTIONS}.",
-    ]
+    """Return lines on the smallest card for a rank, of the run as it is set and with each change."""
+    changed = f"On a card for each rank (cuda, {name_of(dtype)}), as set and with one setting changed"
+    lines = [f"{changed}: the same formula, compared with one run on an H100.", f"{_ASSUMPTIONS}."]
     for change, memory in memories.items():
-        card = next((card for card in CARDS if _fits(memory.total, card)), None)
-        fits = f"fits no card of {CARDS[-1]} GB" if card is None else f"fits a card of {card} GB"
+        card = smallest_card(memory)
+        fits = f"fits no card of {CARDS[-1]} GB" if card == math.inf else f"fits a card of {card} GB"
         lines.append(f"  {change:<44}{memory.total / GIB:>7.1f} GiB, {fits}")
     return lines
 
@@ -486,9 +448,3 @@ def _line(name: str, size: int, note: str = "") -> str:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-_ASSUMPTIONS = (
-    f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels, a "
-    f"margin of {MARGIN:.0%}"
-)

@@ -35,7 +35,7 @@ from torch import Tensor
 from grpo.wire.picture_files import PicturedPrompt, key_of
 
 if TYPE_CHECKING:
-    from grpo.model.pictures import Seen, Vision
+    from grpo.model.pictures import Vision
 
 Ids = Sequence[int] | np.ndarray
 """token ids; of a prompt with pictures a PicturedPrompt"""
@@ -60,24 +60,16 @@ class Tree:
     @cached_property
     def key_lengths(self) -> list[int]:
         """Return how many keys each segment sees: a prompt its own, a completion its prompt's and its own."""
-        return [
-            keys
-            for prompt, completions in self.groups
-            for keys in (prompt, *(prompt + completion for completion in completions))
-        ]
+        return [prompt + own for prompt, completions in self.groups for own in (0, *completions)]
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where each segment's queries begin and end, and its keys when they are laid out one after the other.
 
-        Both are int32 [segments + 1] and made once for each device: a copy in each layer would make it wait for the
-        GPU.
+        Both int32 [segments + 1], made once for each device: a copy in each layer would make it wait for the GPU.
         """
         if device not in self._ends:
-            ends = (
-                torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-                for lengths in (self.segments, self.key_lengths)
-            )
-            self._ends[device] = tuple(tensor.to(device) for tensor in ends)
+            lengths = np.array([[0, *self.segments], [0, *self.key_lengths]])
+            self._ends[device] = torch.from_numpy(lengths.cumsum(axis=1, dtype=np.int32)).to(device).unbind()
         return self._ends[device]
 
 
@@ -114,10 +106,9 @@ class Batcher:
     """how the model sees pictures; None if it takes text alone"""
 
     def cut(self, sequences: Sequence[tuple[Ids, Ids]], budget: int) -> list[list[int]]:
-        """Cut sequences into batches of at most `budget` tokens, and return the indices of each batch.
+        """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch.
 
-        Padding counts; a shared prompt counts once. The completions of a prompt stay together if they fit. A
-        sequence longer than the budget is a batch by itself.
+        The completions of a prompt stay together if they fit. A sequence longer than the budget is a batch by itself.
         """
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
         packed = [index for index, length in enumerate(lengths) if length <= self.longest_packed]
@@ -132,8 +123,8 @@ class Batcher:
     ) -> Batch:
         """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
 
-        `predicted` has for each sequence, bool [len(completion)], which of the completion's tokens are predicted; None,
-        for one or for all of them, is every token. Raises PictureError if a prompt's picture cannot be opened.
+        `predicted` marks for each sequence, bool [len(completion)], the tokens that are predicted; None, for one or for
+        all of them, is every token. Raises PictureError if a prompt's picture cannot be opened.
         """
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         predicted = predicted or [None] * len(sequences)
@@ -189,48 +180,35 @@ def _cut_padded(lengths: list[int], indices: list[int], budget: int) -> list[lis
 def _pack(
     sequences: Sequence[tuple[Ids, Ids]],
     predicted: Sequence[np.ndarray | None],
-    by_prompt: list[list[int]],
+    groups: list[list[int]],
     vision: Vision | None,
     device: torch.device | str,
 ) -> Batch:
-    ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    groups: list[tuple[int, list[int]]] = []
-    blocks: list[np.ndarray | None] = []
-    pictures = _Pictures(vision)
-    predicts: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
+    ids, positions, blocks = [], [], []
+    prompts: list[tuple[Ids, int]] = []
+    lengths: list[tuple[int, list[int]]] = []
+    places: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
     start = 0
-    for group in by_prompt:
-        first, _ = sequences[group[0]]
-        prompt = np.asarray(first, np.int64)
-        ids.append(prompt)
-        of_prompt = pictures.see(first, start)
-        positions.append(of_prompt)
-        blocks.append(pictures.blocks(first))
-        last_of_prompt = start + len(prompt) - 1  # it predicts every first token
+    for group in groups:
+        prompt = sequences[group[0]][0]
+        prompts.append((prompt, start))
+        ids.append(np.asarray(prompt, np.int64))
+        positions.append(of_prompt := _positions(prompt, vision))
+        blocks.append(_blocks(prompt, vision))
         start += len(prompt)
-        groups.append((len(prompt), fed := []))
+        last = start - 1  # it predicts every first token
+        lengths.append((len(prompt), fed := []))
         for index in group:
             completion = np.asarray(sequences[index][1], np.int64)
-            if len(completion) == 0:
-                continue
-            count = len(completion) - 1
-            places = np.concatenate([[last_of_prompt], np.arange(start, start + count)])
-            predicts[index] = _select(places, predicted[index])
-            if count:
-                ids.append(completion[:-1])
-                positions.append(following(of_prompt, count))
-                fed.append(count)
+            count = max(0, len(completion) - 1)
+            places[index] = np.concatenate([[last], np.arange(start, start + count)])[: len(completion)]
+            ids.append(completion[:count])
+            positions.append(_following(of_prompt, count))
+            fed += [count] if count else []
             start += count
-    row = np.concatenate(ids)
-    return Batch(
-        torch.from_numpy(row).unsqueeze(0).to(device),
-        torch.from_numpy(_joined(positions)).unsqueeze(-2).to(device),
-        Tree(groups, blocks),
-        torch.from_numpy(np.concatenate(predicts)).to(device),
-        _targets(sequences, predicted, device),
-        *pictures.of_batch(row, None, device),
-    )
+    row = np.concatenate(ids)[None]
+    position_ids = np.expand_dims(_joined(positions), -2)
+    return _batch(sequences, predicted, row, position_ids, Tree(lengths, blocks), places, prompts, vision, device)
 
 
 def _pad(
@@ -241,82 +219,64 @@ def _pad(
     device: torch.device | str,
 ) -> Batch:
     width = max(len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences)
-    input_ids = np.full((len(sequences), width), pad_token_id, np.int64)
-    predicts, positions, pictures = [], [], _Pictures(vision)
-    has_positions = vision is not None and vision.has_positions
+    ids = np.full((len(sequences), width), pad_token_id, np.int64)
+    places, prompts = [], []
     for row, (prompt, completion) in enumerate(sequences):
         fed = len(prompt) + max(0, len(completion) - 1)
-        input_ids[row, : len(prompt)] = prompt
-        input_ids[row, len(prompt) : fed] = completion[:-1]
-        places = np.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)) + row * width
-        predicts.append(_select(places, predicted[row]))
-        of_prompt = pictures.see(prompt, row * width)
-        if has_positions:
-            positions.append(_joined([of_prompt, following(of_prompt, width - len(prompt))]))
-    of_pictures = pictures.of_batch(input_ids.ravel(), input_ids.shape, device)
+        ids[row, : len(prompt)] = prompt
+        ids[row, len(prompt) : fed] = completion[:-1]
+        places.append(np.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)) + row * width)
+        prompts.append((prompt, row * width))
     position_ids = None
-    if has_positions and of_pictures[0]:
-        position_ids = torch.from_numpy(np.stack([np.broadcast_to(row, (3, width)) for row in positions], 1)).to(device)
+    if vision is not None and vision.has_positions and any(isinstance(prompt, PicturedPrompt) for prompt, _ in prompts):
+        of_prompts = [_positions(prompt, vision) for prompt, _ in prompts]
+        rows = [_joined([part, _following(part, width - part.shape[-1])]) for part in of_prompts]
+        position_ids = np.stack([np.broadcast_to(row, (3, width)) for row in rows], axis=1)
+    return _batch(sequences, predicted, ids, position_ids, None, places, prompts, vision, device)
+
+
+def _batch(
+    sequences: Sequence[tuple[Ids, Ids]],
+    predicted: Sequence[np.ndarray | None],
+    ids: np.ndarray,
+    position_ids: np.ndarray | None,
+    tree: Tree | None,
+    places: list[np.ndarray],
+    prompts: list[tuple[Ids, int]],
+    vision: Vision | None,
+    device: torch.device | str,
+) -> Batch:
+    """Make the tensors: `places` predict each sequence's completion, and each prompt begins somewhere in the ids."""
+    completions = [np.asarray(completion, np.int64) for _, completion in sequences]
+    marks = [np.ones(len(of), bool) if some is None else some for of, some in zip(completions, predicted, strict=True)]
+    arrays = [np.concatenate(values)[np.concatenate(marks)] for values in (places, completions)]
+    pictures: dict[str, Tensor] = {}
+    outside = np.zeros(ids.size, bool)
+    if pictured := [(prompt, start) for prompt, start in prompts if isinstance(prompt, PicturedPrompt)]:
+        pictures = vision.join([inputs for prompt, _ in pictured for inputs in vision.inputs(prompt)])
+        pieces = ids.ravel() == vision.token_id
+        outside = pieces.copy()
+        for prompt, start in pictured:
+            outside[start : start + len(prompt)] = False
+        if tree is None and vision.types_name is not None:
+            pictures[vision.types_name] = torch.from_numpy((pieces & ~outside).reshape(ids.shape).astype(np.int64))
     return Batch(
-        torch.from_numpy(input_ids).to(device),
-        position_ids,
-        None,
-        torch.from_numpy(np.concatenate(predicts)).to(device),
-        _targets(sequences, predicted, device),
-        *of_pictures,
+        torch.from_numpy(ids).to(device),
+        None if position_ids is None else torch.from_numpy(position_ids).to(device),
+        tree,
+        *(torch.from_numpy(values).to(device) for values in arrays),
+        {name: value.to(device) for name, value in pictures.items()},
+        torch.from_numpy(outside.nonzero()[0]).to(device) if outside.any() else None,
     )
 
 
-class _Pictures:
-    """The pictures of a batch, as its prompts are laid out."""
-
-    def __init__(self, vision: Vision | None):
-        self._vision = vision
-        self._seen: dict[bytes, Seen] = {}
-        self._inputs: list[dict[str, Tensor]] = []
-        self._places: list[tuple[int, int]] = []
-        """where in the flattened ids each prompt with pictures begins and ends"""
-
-    def see(self, prompt: Ids, start: int) -> np.ndarray:
-        """Take up a prompt that begins at this place; return its positions, int64 [tokens] or [3, tokens]."""
-        if not isinstance(prompt, PicturedPrompt):
-            return np.arange(len(prompt))
-        if (seen := self._seen.get(prompt.digest)) is None:
-            seen = self._seen[prompt.digest] = self._vision.of(prompt)
-        self._inputs += seen.inputs
-        self._places.append((start, start + len(prompt)))
-        return np.arange(len(prompt)) if seen.positions is None else seen.positions
-
-    def blocks(self, prompt: Ids) -> np.ndarray | None:
-        """Return the picture of each of a prompt's tokens as Tree.blocks has them."""
-        if not isinstance(prompt, PicturedPrompt) or self._vision.types_name is None:
-            return None
-        pieces = np.asarray(prompt) == self._vision.token_id
-        begins = pieces & ~np.concatenate([[False], pieces[:-1]])
-        return np.where(pieces, begins.cumsum() - 1, -1)
-
-    def of_batch(
-        self, ids: np.ndarray, shape: tuple[int, int] | None, device: torch.device | str
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return `pictures` and `not_pieces` of a batch with these flattened ids; `shape` is that of a padded batch."""
-        if not self._inputs:
-            return {}, None
-        inputs = self._vision.join(self._inputs)
-        pieces = ids == self._vision.token_id
-        outside = pieces.copy()
-        for start, end in self._places:
-            outside[start:end] = False
-        if shape is not None and (name := self._vision.types_name) is not None:
-            inputs[name] = torch.from_numpy((pieces & ~outside).reshape(shape).astype(np.int64))
-        places = torch.from_numpy(outside.nonzero()[0]).to(device) if outside.any() else None
-        return {name: value.to(device) for name, value in inputs.items()}, places
+def _positions(prompt: Ids, vision: Vision | None) -> np.ndarray:
+    return vision.positions(prompt) if isinstance(prompt, PicturedPrompt) else np.arange(len(prompt))
 
 
-def following(positions: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions of so many tokens of text after a prompt with these, int64 [tokens] or [3, tokens]: [count].
-
-    A picture's rows and columns count by themselves, so they may end before as many as there are tokens.
-    """
+def _following(positions: np.ndarray, count: int) -> np.ndarray:
+    """Return the positions of so many tokens of text after a prompt's, int64 [tokens] or [3, tokens]: [count]."""
+    # A picture's rows and columns count by themselves, so positions may end before the number of tokens.
     return np.arange(count) + (positions.max() + 1)
 
 
@@ -327,15 +287,10 @@ def _joined(positions: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.broadcast_to(part, (3, part.shape[-1])) for part in positions], axis=1)
 
 
-def _targets(
-    sequences: Sequence[tuple[Ids, Ids]], predicted: Sequence[np.ndarray | None], device: torch.device | str
-) -> Tensor:
-    targets = [
-        _select(np.asarray(completion, np.int64), marks)
-        for (_, completion), marks in zip(sequences, predicted, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(targets)).to(device)
-
-
-def _select(values: np.ndarray, marks: np.ndarray | None) -> np.ndarray:
-    return values if marks is None else values[marks]
+def _blocks(prompt: Ids, vision: Vision | None) -> np.ndarray | None:
+    """Return the picture of each of a prompt's tokens as Tree.blocks has them."""
+    if not isinstance(prompt, PicturedPrompt) or vision.types_name is None:
+        return None
+    pieces = np.asarray(prompt) == vision.token_id
+    begins = pieces & ~np.concatenate([[False], pieces[:-1]])
+    return np.where(pieces, begins.cumsum() - 1, -1)

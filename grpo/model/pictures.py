@@ -2,17 +2,17 @@
 
 The processor decides which arrays those are, and how many tokens a picture becomes: whatever it returns beside the ids
 is handed to the model by its name. Pictures are always resized by Pillow (transformers' PIL backend), so that
-trainer and server get the same pixels whatever else is installed.
+trainer and server get the same pixels whatever else is installed. At the end: which parts of a model are its tower.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import require
 from grpo.config.sampling_settings import SharedConfig
-from grpo.model.hub import find_file
-from grpo.model.lora import base_of
-from grpo.model.vision_tower import vision_parameters
+from grpo.model.hub import base_of, find_file, one_line, refuse_unloadable
 from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import MOST_PIXELS, PicturedPrompt, PictureError, check_picture, open_picture
 
+log = logging.getLogger(__name__)
+
 # Of pixels: 27 pictures of 1,000 tokens for Qwen. Those of a step are prepared once for sampling, scoring and update.
 KEPT_BYTES = 2**29
-KEPT_POSITIONS = 1024  # of prompts, those of a step
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 # Fields of an image processor in which two equal ones may differ.
@@ -53,8 +52,8 @@ def load_processor(
 ) -> PictureProcessor | None:
     """Load the processor that comes with a model; None for a model without one, which takes text alone.
 
-    A tokenizer without a chat template gets the processor's. Raises ConfigError if it cannot be loaded, or knows no
-    `min_pixels` or `max_pixels`.
+    A tokenizer without a chat template gets the processor's. Raises ConfigError, also if nothing follows `min_pixels`
+    or `max_pixels`.
     """
     name = base_of(config.model_name_or_path) or config.model_name_or_path
     limits = {limit: value for limit in ("min_pixels", "max_pixels") if (value := getattr(config, limit)) is not None}
@@ -63,22 +62,14 @@ def load_processor(
             require(False, limit, value, f"{config.model_name_or_path} takes no pictures: leave it out")
         return None
     options = {"trust_remote_code": config.trust_remote_code}
-    try:
+    remedy = "install the package that its processor of pictures names, or use another model"
+    with refuse_unloadable("model_name_or_path", config.model_name_or_path, remedy):
         images = AutoImageProcessor.from_pretrained(name, backend="pil", **limits, **options)
         for limit, value in limits.items():
             known = limit in getattr(images.valid_kwargs, "__annotations__", {})
             require(known, limit, value, f"{type(images).__name__} resizes every picture to one size: leave it out")
-        processor = _without_video(PROCESSOR_MAPPING[type(settings)], images, tokenizer).from_pretrained(
-            name, **options
-        )
-    except ConfigError:
-        raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: its processor, which prepares pictures, cannot be "
-            f"loaded ({reason}): install the package that it names, or use another model"
-        ) from error
+        made_of = _without_video(PROCESSOR_MAPPING[type(settings)], images, tokenizer)
+        processor = made_of.from_pretrained(name, **options)
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     return PictureProcessor(processor, [path for file in _FILES if (path := find_file(name, file))], limits)
 
@@ -123,13 +114,7 @@ class PictureProcessor:
         return fingerprint(type(images).__name__, json.dumps([settings, of_prompt], sort_keys=True, default=str))
 
     def encode(self, text: str, pictures: Sequence[bytes], add_special_tokens: bool) -> PicturedPrompt:
-        """Tokenize a text that has a placeholder for each of the pictures, in their order.
-
-        Raises PictureError for one that cannot be opened or that the processor refuses, ValueError if placeholders
-        and pictures differ in number.
-        """
-        if (places := text.count(self.placeholder)) != len(pictures):
-            raise ValueError(f"{places} places for {len(pictures)} pictures")
+        """Tokenize a text with a placeholder for each picture. Raises PictureError for one that cannot be used."""
         images = [open_picture(picture) for picture in pictures]
         ids = self._call(text, images, add_special_tokens=add_special_tokens)["input_ids"][0]
         return PicturedPrompt(ids, pictures)
@@ -145,8 +130,7 @@ class PictureProcessor:
     def join(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Join the `inputs` of several pictures, of one prompt or many.
 
-        Where pictures have a dimension for their tiles, as LLaVA-OneVision's do, it is padded with zeros to the most
-        tiles, as it is by a processor that prepares them together; the model leaves the padding out.
+        A dimension for a picture's tiles (LLaVA-OneVision) is padded with zeros, which the model leaves out.
         """
         joined, dimension = {}, self._pictures_dimension
         for name in inputs[0]:
@@ -206,18 +190,8 @@ class PictureProcessor:
         try:
             return self._processor(text=[text], images=images, **options)
         except ValueError as error:
-            reason = " ".join(str(error).split())[:200]  # Qwen's refuses 200 times as wide as high
-            raise PictureError(f"is refused by the model's processor ({reason})") from error
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A prompt's pictures as a model sees them."""
-
-    inputs: list[dict[str, Tensor]]
-    """the vision tower's inputs for each of them"""
-    positions: np.ndarray | None
-    """int64 [3, tokens], time, row and column of each token, for a model that has them; else None: 0, 1, 2, ..."""
+            # Qwen's refuses 200 times as wide as high.
+            raise PictureError(f"is refused by the model's processor ({one_line(error)})") from error
 
 
 class Vision:
@@ -227,9 +201,6 @@ class Vision:
         self._processor, self._device = processor, model.device
         self.join = processor.join
         self._get_positions = getattr(model.base_model, "get_rope_index", None)
-        # By digest: a prompt would keep its pictures, and a stranger's may be large.
-        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
         self.token_id = processor.token_id
         self.has_positions = self._get_positions is not None
         self.types_name = None if self.has_positions else processor.types_name
@@ -237,28 +208,23 @@ class Vision:
         self.filler = processor.encode(processor.placeholder, [_noise(8, 8, 0)], False) if is_trained else None
         """a prompt of one small picture, if the vision tower is trained; else None"""
 
-    def of(self, prompt: PicturedPrompt) -> Seen:
-        """Prepare a prompt's pictures. Raises PictureError if one cannot be opened."""
-        positions = self._positions(prompt) if self.has_positions else None
-        return Seen(self._processor.inputs(prompt.pictures), positions)
+    def inputs(self, prompt: PicturedPrompt) -> list[dict[str, Tensor]]:
+        """Return the vision tower's inputs for each of a prompt's pictures. Raises PictureError if one is damaged."""
+        return self._processor.inputs(prompt.pictures)
+
+    def positions(self, prompt: PicturedPrompt) -> np.ndarray:
+        """Return int64 [tokens], or for a model that has them [3, tokens], time, row and column of each token."""
+        if not self.has_positions:
+            return np.arange(len(prompt))
+        ids = torch.from_numpy(np.asarray(prompt, np.int64)).unsqueeze(0)
+        grids = [{name: fed[name] for name in fed if name.endswith("grid_thw")} for fed in self.inputs(prompt)]
+        types = (ids == self.token_id).int()
+        positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=types, **self.join(grids))
+        return positions[:, 0].numpy()
 
     def first_position(self, prompt: PicturedPrompt) -> int:
         """Return the position of the first token that follows a prompt."""
-        return int(self._positions(prompt).max()) + 1 if self.has_positions else len(prompt)
-
-    def _positions(self, prompt: PicturedPrompt) -> np.ndarray:
-        """Return `positions` of a prompt, and keep those of the last prompts."""
-        if (kept := self._kept.get(prompt.digest)) is not None:
-            return kept
-        inputs = self._processor.inputs(prompt.pictures)
-        ids = torch.from_numpy(np.asarray(prompt, np.int64)).unsqueeze(0)
-        grids = self.join([{name: fed[name] for name in fed if name.endswith("grid_thw")} for fed in inputs])
-        positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=(ids == self.token_id).int(), **grids)
-        with self._lock:
-            self._kept[prompt.digest] = positions[:, 0].numpy()
-            if len(self._kept) > KEPT_POSITIONS:
-                self._kept.popitem(last=False)
-        return positions[:, 0].numpy()
+        return int(self.positions(prompt).max()) + 1
 
     def for_generate(self, prompts: Sequence[Sequence[int]], input_ids: Tensor) -> dict[str, Tensor]:
         """Return the inputs of transformers' generate beside the ids [B, L] of prompts."""
@@ -303,3 +269,38 @@ def _noise(width: int, height: int, seed: int) -> bytes:
 
 def _bytes(picture: bytes, prepared: tuple[int, dict[str, Tensor]]) -> int:
     return len(picture) + sum(value.nbytes for value in prepared[1].values())
+
+
+# The vision tower: the part of a model that makes tokens of pictures, trained with the language model, or frozen.
+
+
+def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters of the vision tower, its projector too: all that are not the language model's."""
+    language = _language(model)
+    return [parameter for parameter in model.parameters() if id(parameter) not in language]
+
+
+def vision_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the outermost modules that have such parameters alone."""
+    language, found = _language(model), []
+    for name, module in model.named_modules():  # a module before its parts
+        parameters = {id(parameter) for parameter in module.parameters()}
+        is_inside = name.startswith(tuple(f"{outer}." for outer in found))
+        if parameters and parameters.isdisjoint(language) and not is_inside:
+            found.append(name)
+    return found
+
+
+def freeze_vision_tower(model: PreTrainedModel) -> None:
+    """Train the language model alone: no gradient, no optimizer state and no kept activations for the vision tower."""
+    parameters = vision_parameters(model)
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    count = sum(parameter.numel() for parameter in parameters)
+    log.info("the vision tower is frozen: %s parameters in %s", f"{count:,}", ", ".join(vision_modules(model)))
+
+
+def _language(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the language model's parameters, embeddings and head included."""
+    parts = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
+    return {id(parameter) for part in parts for parameter in part.parameters()}

@@ -1,11 +1,8 @@
 """A reward model: a sequence-classification model with one output, which scores a whole text.
 
-A chat is rendered by the reward model's own template, which may differ from the policy's: another model's control
-tokens would be plain words to it. A template writes every special token, so the tokenizer adds none. Without a template
-the messages follow each other as plain text, and the tokenizer adds its special tokens ([CLS] and [SEP], for example).
-
-A text's score does not depend on its batch: transformers computes the same for the text alone. Rows are padded on the
-right.
+A chat is rendered by the reward model's own template, which writes every special token: another model's control tokens
+would be plain words to it. Without a template the messages follow each other as plain text, and the tokenizer adds its
+special tokens. A text's score does not depend on its batch. Rows are padded on the right.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from dataclasses import replace
 import jinja2
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -25,12 +23,11 @@ from transformers import (
 )
 
 import grpo.model.template_limit  # noqa: F401  it limits templates
-from grpo.config.errors import ConfigError
+from grpo.config.errors import require
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model.fingerprint import describe
-from grpo.model.hub import check_model_name, refuse_damaged
+from grpo.model.hub import base_of, check_model_name, refuse_unloadable
 from grpo.model.load import refuse_hub_kernels, resolve_dtype
-from grpo.model.lora import base_of
 from grpo.model.packing import Batcher
 from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest
@@ -50,39 +47,26 @@ def load_reward_model(
     """Load a reward model. Raises ConfigError, naming `field`, if it does not exist or does not give one score."""
     check_model_name(field, name)
     options = {"trust_remote_code": config.trust_remote_code}
-    try:
+    remedy = "give a folder, or a hub id that this machine can reach, of a sequence-classification model"
+    with refuse_unloadable(field, name, remedy):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         settings = AutoConfig.from_pretrained(base_of(name) or name, **options)
         refuse_hub_kernels(field, name, settings, config.trust_remote_code)
-        with refuse_damaged(field, name, name):
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=resolve_dtype(config, device), output_loading_info=True, **options
-            )
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{field}={name!r}: cannot be loaded as a reward model ({reason}): give a local folder, or a hub id that "
-            "this machine can reach, of a sequence-classification model"
-        ) from error
-    if missing := sorted(loading["missing_keys"]):
-        raise ConfigError(
-            f"{field}={name!r}: its weights lack {missing[0]}, so its scores would be random: name a model that was "
-            "trained to give a reward"
+        dtype = resolve_dtype(config, device)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, **options
         )
-    if model.config.num_labels != 1:
-        raise ConfigError(
-            f"{field}={name!r}: it gives {model.config.num_labels} numbers for a text: name a model with one output "
-            "(num_labels 1)"
-        )
+    missing, outputs = min(loading["missing_keys"], default=None), model.config.num_labels
+    remedy = "name a model that was trained to give a reward"
+    require(missing is None, field, name, f"its weights lack {missing}, so its scores would be random: {remedy}")
+    require(outputs == 1, field, name, f"it gives {outputs} numbers for a text: name a model with one (num_labels 1)")
     model.config.get_text_config().use_cache = False  # nothing is generated: keys and values are not kept
     return model.eval().requires_grad_(False).to(device), tokenizer
 
 
 def describe_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
     info = describe(model, tokenizer, name)
-    # The tokenizer's limit is the right one: RoBERTa has two more positions than it takes tokens.
+    # RoBERTa has two more positions than it takes tokens.
     return replace(info, max_length=min(info.max_length, tokenizer.model_max_length))
 
 
@@ -111,10 +95,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, inputs: Iterable[Input], max_le
 def read_request(
     tokenizer: PreTrainedTokenizerBase, body: bytes, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
-    """Read a request's texts as tokens for the server's queue: prompts without a completion.
-
-    Raises ProtocolError: 400 for anything malformed, 413 and 422 beyond the limits.
-    """
+    """Read a request's texts as prompts without a completion. Raises ProtocolError: 400; 413 and 422 beyond limits."""
     request = RewardRequest.from_json(body, max_sequences)
     ids: list[np.ndarray] = []
     tokens = 0
@@ -131,17 +112,14 @@ def read_request(
 @torch.inference_mode()
 def sequence_scores(model: PreTrainedModel, texts: list[np.ndarray]) -> np.ndarray:
     """Score texts, given as ids, in one forward pass. Return float32 [texts]."""
-    pad = _padding(model, texts)
-    ids = np.full((len(texts), max(map(len, texts))), pad, np.int64)
-    mask = np.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, : len(text)], mask[row, : len(text)] = text, 1
     config = model.config.get_text_config()
-    original, config.pad_token_id = config.pad_token_id, pad
+    original = config.pad_token_id
+    config.pad_token_id = pad = _padding(original, texts)
+    rows = [torch.from_numpy(text.astype(np.int64)) for text in texts]
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad)
     try:
-        logits = model(
-            input_ids=torch.from_numpy(ids).to(model.device), attention_mask=torch.from_numpy(mask).to(model.device)
-        ).logits
+        logits = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device)).logits
     finally:
         config.pad_token_id = original
     return logits[:, 0].float().cpu().numpy()
@@ -155,13 +133,11 @@ def scores_for_queue(
     return np.split(sequence_scores(model, texts), len(texts)), len(texts) * max(map(len, texts))
 
 
-def _padding(model: PreTrainedModel, texts: list[np.ndarray]) -> int:
+def _padding(configured: int | None, texts: list[np.ndarray]) -> int:
     """Return the model's padding id, or without one an id that no text ends in.
 
-    A decoder takes its score at a row's last token that is not padding. Without a padding id that is the last token of
-    a text alone, and must be the last one in a batch too.
+    A decoder takes its score at a row's last token that is not padding: it must be a text's last token.
     """
-    configured = model.config.get_text_config().pad_token_id
     if configured is not None and configured >= 0:
         return configured
     last_tokens = {int(text[-1]) for text in texts}

@@ -1,9 +1,7 @@
 """The keys and values of completions that are being drawn: a prompt's once for all its completions, each row's own.
 
 A row is a completion. Its token attends to its prompt, with all rows of that prompt in one product, and to the row's
-own tokens. Both products' scores share one softmax. Tokens that are not drawn one by one, such as a tool's answer, are
-fed to several rows in one pass. Works for the models whose packed batches work: the attention of
-grpo/model/tree_attention.py calls it.
+own tokens; both products' scores share one softmax. The attention of grpo/model/tree_attention.py calls it.
 """
 
 from __future__ import annotations
@@ -54,13 +52,12 @@ class SharedCache:
         """keys and values of each layer, [slots x kv heads, tokens, d]"""
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         """keys and values of each layer, [rows x kv heads, tokens, d]"""
-        self._filling: list[tuple[int, int]] = []
         self.fed: list[Fed] = []
-        """the tokens of the next forward pass, unless it feeds one to each of the first rows"""
+        """to be set before a pass that feeds tokens of several rows, one after the other: these tokens"""
 
     def fill(self, slots: list[int], lengths: list[int]) -> None:
         """Put the prompts of the next forward pass, which follow each other in its row, into these slots."""
-        self._filling = [*zip(slots, lengths, strict=True)]
+        self._slots_filled, self._lengths = slots, lengths
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep a layer's keys and values [1, kv heads, N, d] of the prompts."""
@@ -71,10 +68,9 @@ class SharedCache:
                 for count, room in ((self._slots, self._longest_prompt), (self._rows, self.room))
             )
         for kept, states in zip(self._prompts[layer], (key, value), strict=True):
-            start = 0
-            for slot, length in self._filling:
-                kept[slot * heads : (slot + 1) * heads, :length] = states[0, :, start : start + length]
-                start += length
+            parts = states[0].split(self._lengths, dim=1)
+            for slot, length, part in zip(self._slots_filled, self._lengths, parts, strict=True):
+                kept[slot * heads : (slot + 1) * heads, :length] = part
 
     def make_room(self, tokens: int) -> bool:
         """Make room for so many tokens in each row. Return whether keys and values have moved in memory."""
@@ -90,9 +86,9 @@ class SharedCache:
     def step(self, shape: Shape, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:
         """Prepare the next forward pass, one token for each of the first rows.
 
-        `cells` [2, rows]: the slot of each row's prompt, and its number among the rows of the prompt. `prompts` [rows]:
+        `cells` [2, rows]: the slot of each row's prompt, and its number among that prompt's rows. `prompts` [rows]:
         tokens of its prompt. `places` [rows]: which of the row's tokens it is. `rows_of` [slots, copies]: the row in
-        each cell; any row in an empty cell.
+        each cell, any row in an empty one.
         """
         self.fed = []
         self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
@@ -130,15 +126,8 @@ class SharedCache:
         out = _product(weights[..., prompt:], values).add_(with_prompt(weights[..., :prompt], prompt_values))
         return out.to(value.dtype).view(rows, 1, heads * repeat, -1)
 
-    def feed(self, fed: list[Fed]) -> None:
-        """Prepare the next forward pass: tokens of several rows, which follow each other in its row."""
-        self.fed = fed
-
     def extend(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keep a layer's keys and values [1, kv heads, N, d] of the tokens that are fed.
-
-        Yields for each row of it all keys and values that its last token sees, [1, kv heads, tokens, d].
-        """
+        """Keep keys and values [1, kv heads, N, d] of the tokens that are fed; yield for each row all that it sees."""
         heads, start = key.shape[1], 0
         for row, slot, prompt, place, count in self.fed:
             seen = []
@@ -159,10 +148,8 @@ class SharedCache:
                 by_row.index_copy_(0, to, by_row.index_select(0, rows))
 
     def _index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where each row's and head's cell is among the prompts' rows, the row and head in each cell, and where
-        the token goes among the tokens kept: int64 [rows x heads], [slots x heads x copies], [rows x heads].
-
-        Layers with as many heads share them.
+        """Return each row's and head's cell among the prompts' rows, the row and head in each cell, and where the token
+        goes among those kept: int64 [rows x heads], [slots x heads x copies], [rows x heads], once for all layers.
         """
         if heads not in self._indices:
             (slot, number), head = self._cells.unsqueeze(2), torch.arange(heads, device=self._places.device)
@@ -175,10 +162,7 @@ class SharedCache:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply [n, a, b] by [n, b, c] into float32 [n, a, c].
-
-    Rounded to 16 bits, scores would move log-probs by several per cent.
-    """
+    """Multiply [n, a, b] by [n, b, c] into float32: scores in 16 bits would move log-probs by several per cent."""
     if right.dtype == torch.float32:
         return torch.bmm(left, right)
     if right.is_cuda:

@@ -1,9 +1,7 @@
 """The forward pass of a decode step, a token a row, written out for Llama, Mistral, Qwen2 and Qwen3.
 
-transformers' own pass treats a token as a text: modules within modules, masks that nobody reads, norms in six
-operations. A small model's step takes longer for that than for its products, and on a GPU each operation is a
-kernel. Here the same numbers are computed in the same order, with the same rounding, by three quarters of the
-kernels.
+transformers' own pass treats a token as a text, which takes a small model's step longer than its products. Here the
+same numbers are computed in the same order, with the same rounding, by three quarters of the kernels.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ class TokenPass:
             self._angles_at = partial(table.index_select, 0)
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Compute last hidden states, int64 [rows], int64 [rows] -> [rows, hidden size].
-
-        Keeps keys and values, and attends, as the cache's last `step` says.
-        """
+        """Compute last hidden states, int64 [rows], int64 [rows] -> [rows, hidden size], as the cache's `step` says."""
         hidden = self._embed(tokens)
         cos, sin = self._angles_at(positions).unbind(dim=1)
         for layer in self._layers:

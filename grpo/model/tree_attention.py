@@ -35,49 +35,39 @@ def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: flo
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
     sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
     out: list[Tensor] = []
-    all_blocks = tree.blocks or [None] * len(tree.groups)
-    for group, blocks, queries, keys, values in zip(
-        tree.groups, all_blocks, *(states.split(sizes, dim=2) for states in (query, key, value)), strict=True
+    parts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
+    for (prompt, completions), blocks, group in zip(
+        tree.groups, tree.blocks or [None] * len(tree.groups), parts, strict=True
     ):
-        prompt, completions = group
-        if completions and blocks is None and queries.shape[2] <= ROWS:
+        if completions and blocks is None and sum(completions) + prompt <= ROWS:
             mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
-            out.append(_attend(queries, keys, values, mask, scaling, softcap))
+            out.append(_attend(*group, mask, scaling, softcap))
             continue
-        lengths = [prompt, *completions]
-        segment_queries, segment_keys, segment_values = (
-            states.split(lengths, dim=2) for states in (queries, keys, values)
+        of_prompt, *of_completions = zip(
+            *(states.split([prompt, *completions], dim=2) for states in group), strict=True
         )
-        of_prompt = segment_queries[0], segment_keys[0], segment_values[0]
         if blocks is None:
             out += _causal(*of_prompt, scaling, softcap)
         else:
             mask = _picture_mask(blocks.tobytes(), query.dtype, query.device)
             out.append(_attend(*of_prompt, mask, scaling, softcap))
-        for segment in range(1, len(lengths)):
-            seen_keys = torch.cat([segment_keys[0], segment_keys[segment]], dim=2)
-            seen_values = torch.cat([segment_values[0], segment_values[segment]], dim=2)
-            out += _causal(segment_queries[segment], seen_keys, seen_values, scaling, softcap)
+        for queries, *own in of_completions:
+            seen = (torch.cat(pair, dim=2) for pair in zip(of_prompt[1:], own, strict=True))
+            out += _causal(queries, *seen, scaling, softcap)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float, softcap: float | None) -> Tensor:
-    """Attend with one call for the row: flash attention over segments of any length. CUDA, 16 bit.
-
-    Shapes as in `segments`.
-    """
+    """Attend with one call for the row, shapes as in `segments`: flash attention on CUDA in 16 bit."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if softcap is not None:
-        raise NotImplementedError("varlen_attn has no softcap")
-    if any(blocks is not None for blocks in tree.blocks):
-        raise NotImplementedError("varlen_attn has no mask for pictures whose pieces see each other")
-    options: dict[str, bool] = {}
-    if (repeat := query.shape[1] // key.shape[1]) > 1:
-        if "enable_gqa" in signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:  # torch 2.11 takes only as many key heads as query heads
-            key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
+    if softcap is not None or any(blocks is not None for blocks in tree.blocks):
+        raise NotImplementedError("varlen_attn has no softcap, and no mask for pictures whose pieces see each other")
+    repeat, options = query.shape[1] // key.shape[1], {}
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = repeat > 1
+    elif repeat > 1:  # torch 2.11 takes only as many key heads as query heads
+        key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
 
     def laid_out(states: Tensor) -> Tensor:
         parts = iter(states.split(tree.segments, dim=2))
@@ -148,27 +138,23 @@ def _dispatch(
         return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(
             module, query, key, value, attention_mask, **options
         )
-    scaling, softcap = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap")
-    if tree is None and shared_cache.fed:
-        return _after_rows(module.layer_idx, query, key, value, shared_cache, scaling, softcap), None
-    if tree is None:
-        return shared_cache.attend(module.layer_idx, query, key, value, scaling, softcap), None
-    if shared_cache is not None:
-        shared_cache.keep(module.layer_idx, key, value)
-    return packed(query, key, value, tree, scaling, softcap), None
+    scale = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap")
+    if tree is not None:
+        if shared_cache is not None:
+            shared_cache.keep(module.layer_idx, key, value)
+        return packed(query, key, value, tree, *scale), None
+    attend = _after_rows if shared_cache.fed else SharedCache.attend
+    return attend(shared_cache, module.layer_idx, query, key, value, *scale), None
 
 
 def _after_rows(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, cache: SharedCache, scaling: float, softcap: float | None
+    cache: SharedCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Attend with one call for the tokens that are fed to a row: to its prompt, to its tokens and to themselves.
-
-    Shapes as in `segments`.
-    """
+    """Attend from the tokens that are fed to rows to all that each row has. Shapes as in `segments`."""
     out: list[Tensor] = []
     parts = query.split([fed.count for fed in cache.fed], dim=2)
-    for queries, (keys, values) in zip(parts, cache.extend(layer, key, value), strict=True):
-        out += _causal(queries, keys, values, scaling, softcap)
+    for queries, seen in zip(parts, cache.extend(layer, key, value), strict=True):
+        out += _causal(queries, *seen, scaling, softcap)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
@@ -208,36 +194,31 @@ def _attend(
 @lru_cache(maxsize=64)  # 256 kB each at most; one mask serves all layers
 @torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
 def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mask of a whole group, [n, n].
-
-    It is 0 for a token's own segment and the prompt, up to the token itself, and -inf for the rest.
-    """
+    """Return the mask of a whole group, [n, n]: each token sees its segment and the prompt, up to itself."""
     lengths = torch.tensor([prompt, *completions]).to(device)
     numbers = torch.arange(len(lengths), device=device)
     # Without output_size the call would wait for the GPU to add the lengths up.
     segment = numbers.repeat_interleave(lengths, output_size=prompt + sum(completions))
     seen = (segment == 0) | (segment == segment.unsqueeze(1))
-    return _aligned(torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen.tril(), -torch.inf))
+    return _minus_infinity_unless(seen.tril(), dtype)
 
 
 @lru_cache(maxsize=64)  # one mask serves all layers
 @torch.inference_mode(False)  # as for _group_mask
 def _picture_mask(blocks: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mask of a prompt, [n, n]: causal, but that the pieces of a picture see each other.
-
-    `blocks` are those of Tree, as bytes.
-    """
+    """Return the mask of a prompt with Tree's blocks, [n, n]: causal, but pieces of a picture see each other."""
     block = torch.frombuffer(bytearray(blocks), dtype=torch.int64).to(device)
     same = (block == block.unsqueeze(1)) & (block >= 0)
     causal = torch.ones(same.shape, dtype=torch.bool, device=device).tril()
-    return _aligned(torch.zeros(same.shape, dtype=dtype, device=device).masked_fill_(~(same | causal), -torch.inf))
+    return _minus_infinity_unless(same | causal, dtype)
+
+
+def _minus_infinity_unless(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return _aligned(torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf))
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Copy a mask so that each row begins at a multiple of 16 numbers.
-
-    A GPU's kernel refuses others ("attn_bias_ptr is not correctly aligned").
-    """
+    """Copy a mask so that each row begins at a multiple of 16 numbers: a GPU's kernel refuses others."""
     rows, columns = mask.shape
     return mask.new_empty(rows, columns + -columns % 16)[:, :columns].copy_(mask)
 

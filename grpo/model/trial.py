@@ -1,8 +1,7 @@
 """Checks of a model at the start of a run: its log-probs of a sequence must not depend on the batch.
 
-Each check feeds about forty tokens at a time: on a GPU all checks take well below a second, on a CPU the time to read
-the weights about twelve times. Gradients are computed for vectors alone (norms, biases), which are small beside any
-matrix.
+Each check feeds about forty tokens at a time. Gradients are computed for vectors alone (norms, biases), or for an
+adapter: they are small beside the model's matrices.
 
 In 16 bit equal computations differ: another kernel or another shape rounds differently, and every layer amplifies the
 difference. By how much depends on the model, so the checks compare it with the effect of a different prompt on the same
@@ -14,17 +13,16 @@ is off by one, 0.42 times and more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, require
 from grpo.model.devices import is_out_of_memory
+from grpo.model.hub import one_line
 from grpo.model.load import NO_LIMIT
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids
@@ -45,7 +43,7 @@ class TrialResult:
 
     logprobs: Tensor
     slopes: list[Tensor | None]
-    """the gradient of each vector of the model, None for one that takes no part; empty without training"""
+    """the gradient of each trained vector or adapter, None for one that takes no part; empty without training"""
     effect: float = 0.0
     """of a padded batch: how far different prompts move the log-probs"""
 
@@ -53,16 +51,15 @@ class TrialResult:
 def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> TrialResult:
     """Check padded batches, also with the update's forward pass, and return the result of one.
 
-    Raises ConfigError if a token's log-prob depends on later tokens, or on whether gradients are computed, and if the
-    model does not compute all of its gradient.
+    Raises ConfigError if a token's log-prob depends on later tokens or on whether gradients are computed.
     """
     batcher, sequences = Batcher(pad_token_id, longest_packed=0, vision=vision), trial_sequences(model, vision)
-    others, group = trial_sequences(model, vision, prompts_at=5), sequences[4:]
+    cut_off = [(prompt, completion[:2]) for prompt, completion in sequences[4:]]
+    others = trial_sequences(model, vision, prompts_at=5)
     with torch.no_grad():
-        padded, _ = token_logprobs(model, batcher.make(sequences, model.device), 1.0)
-        cut_off = [(prompt, completion[:2]) for prompt, completion in group]
-        shortened, _ = token_logprobs(model, batcher.make(cut_off, model.device), 1.0)
-        moved, _ = token_logprobs(model, batcher.make(others, model.device), 1.0)
+        padded, shortened, moved = (
+            token_logprobs(model, batcher.make(rows, model.device), 1.0)[0] for rows in (sequences, cut_off, others)
+        )
     name, effect = type(model).__name__, distance(moved, padded)
     of_group = padded.split([len(completion) for _, completion in sequences])[4:]
     difference = distance(shortened, torch.cat([logprobs[:2] for logprobs in of_group]))
@@ -72,11 +69,10 @@ def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | Non
             "it is no causal model: use another one"
         )
     answer = _answer(model, batcher)
-    if not (difference := distance(answer.logprobs, padded)) <= refused_distance(model, effect):
-        raise ConfigError(
-            f"gradient_checkpointing=True: {name} gives other log-probs while its layers recompute their activations "
-            f"(by {difference:.1e} on average): set it to false"
-        )
+    difference = distance(answer.logprobs, padded)
+    reason = f"{name} gives other log-probs (by {difference:.1e} on average) while its layers recompute activations"
+    same = difference <= refused_distance(model, effect)
+    require(same, "gradient_checkpointing", True, f"{reason}: set it to false")
     return replace(answer, effect=effect)
 
 
@@ -88,7 +84,7 @@ def packed_differs(model: PreTrainedModel, padded: TrialResult, vision: Vision |
     except Exception as error:
         if is_out_of_memory(error):  # says nothing about the model
             raise
-        return f"takes no packed batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return f"takes no packed batch ({type(error).__name__}: {one_line(error)})"
     difference = distance(packed.logprobs, padded.logprobs)
     if not difference <= (1e-4 if model.dtype == torch.float32 else SAME * padded.effect):
         compared = f"by {difference:.1e} on average, different prompts by {padded.effect:.1e}"
@@ -103,22 +99,15 @@ def packed_differs(model: PreTrainedModel, padded: TrialResult, vision: Vision |
 def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompts_at: int = 0) -> list[tuple[Ids, Ids]]:
     """Make two groups of four sequences of at most 8 tokens: no window is so small. `prompts_at=5`: different prompts.
 
-    Several completions follow others in their row, so that masks and positions show in most log-probs. A model that
-    takes pictures gets a third group, with two pictures of different sizes before its prompt, or with one if two do not
-    fit its attention's window.
+    A third group has two pictures before its prompt, or one if two do not fit the attention's window.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = ((7919 * place + 13) % vocabulary for place in count())
     # A text that has the id of a picture's piece would be taken for more of the picture.
-    ids = [*islice((value for value in ids if vision is None or value != vision.token_id), 43)]
-    prompts, completions = iter(ids[prompts_at:]), iter(ids[10:])
-    groups = {3: (5, 3, 5, 5), 2: (4, 4, 4, 3)}
-    sequences = [
-        (prompt, [*islice(completions, length)])
-        for tokens, lengths in groups.items()
-        for prompt in [[*islice(prompts, tokens)]]
-        for length in lengths
-    ]
+    piece = vision.token_id if vision is not None else None
+    ids = [token for place in range(90) if (token := (7919 * place + 13) % vocabulary) != piece]
+    completions = iter(ids[10:])
+    groups = (ids[prompts_at : prompts_at + 3], (5, 3, 5, 5)), (ids[prompts_at + 3 : prompts_at + 5], (4, 4, 4, 3))
+    sequences = [(prompt, [*islice(completions, length)]) for prompt, lengths in groups for length in lengths]
     if vision is None:
         return sequences
     for pictures in (2, 1):
@@ -144,41 +133,16 @@ def distance(logprobs: Tensor, expected: Tensor) -> float:
 
 
 def _answer(model: PreTrainedModel, batcher: Batcher) -> TrialResult:
-    """Compute the answer for `trial_sequences`, with gradients if the model is to be trained.
-
-    Raises ConfigError if no vector has a gradient: HRM-Text's only one begins its first cycle, which its code runs
-    under torch.no_grad.
-    """
+    """Compute the answer for `trial_sequences`, with gradients if the model is to be trained."""
     batch = batcher.make(trial_sequences(model, batcher.vision), model.device)
-    if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in model.parameters()):
-        with torch.no_grad():
-            return TrialResult(token_logprobs(model, batch, 1.0)[0], [])
-    with _vectors_trained(model) as vectors:
-        logprobs, _ = token_logprobs(model, batch, 1.0)
-        loss = (logprobs * torch.linspace(-1, 2, len(logprobs), device=logprobs.device)).sum()
-        if vectors and not loss.requires_grad:
-            raise ConfigError(
-                f"{type(model).__name__} computes parts of its log-probs without gradients, so an update would follow "
-                "only a part of theirs: use another model"
-            )
-        slopes = torch.autograd.grad(loss, vectors, allow_unused=True) if vectors else []
+    logprobs, _ = token_logprobs(model, batch, 1.0)
+    if not logprobs.requires_grad:
+        return TrialResult(logprobs, [])
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    vectors = [weight for weight in trained if weight.ndim < 2] or trained  # an adapter's matrices are small
+    loss = (logprobs * torch.linspace(-1, 2, len(logprobs), device=logprobs.device)).sum()
+    slopes = torch.autograd.grad(loss, vectors, allow_unused=True)
     return TrialResult(logprobs.detach(), [*slopes])
-
-
-@contextmanager
-def _vectors_trained(model: PreTrainedModel) -> Iterator[list[nn.Parameter]]:
-    """Compute gradients of the model's vectors alone within, so that no matrix needs memory for one."""
-    weights = [*model.parameters()]
-    trained = [weight.requires_grad for weight in weights]
-    vectors = [weight for weight in weights if weight.ndim < 2]
-    model.requires_grad_(False)
-    try:
-        for vector in vectors:
-            vector.requires_grad_()
-        yield vectors
-    finally:
-        for weight, was_trained in zip(weights, trained, strict=True):
-            weight.requires_grad_(was_trained)
 
 
 def _gradient_distance(slopes: list[Tensor | None], expected: list[Tensor | None]) -> float:
@@ -194,8 +158,8 @@ def _gradient_distance(slopes: list[Tensor | None], expected: list[Tensor | None
 def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PictureProcessor | None = None) -> Batcher:
     """Choose packed batches with shared prompts if the model allows them, else padded ones, and log the choice.
 
-    With the model's `processor` it takes prompts with pictures too. A model's configuration does not tell enough, so
-    the model is tried. Raises ConfigError if even padded batches cannot be trusted.
+    A configuration does not tell enough, so the model is tried. Raises ConfigError if even padded batches cannot be
+    trusted. With the model's `processor` the batches take prompts with pictures too.
     """
     longest, reason = longest_packed(model)
     vision = Vision(processor, model) if processor is not None else None
@@ -212,11 +176,8 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PicturePr
         switch_off(model)
         if variant != variants[-1]:
             log.warning("attention over packed batches goes a slower way than %s: %s %s", variant, name, reason)
-    if variants and model.device.type != "cpu":
-        lost = "Scoring and updates take several times as long as packed: each completion's prompt is computed again"
-        log.warning("log-probs in padded batches: %s %s. %s", name, reason, lost)
-    else:
-        log.info("log-probs in padded batches: %s %s", name, reason)
+    level = logging.WARNING if variants and model.device.type != "cpu" else logging.INFO
+    log.log(level, "log-probs in padded batches, which compute each completion's prompt again: %s %s", name, reason)
     return Batcher(pad_token_id, 0, vision)
 
 

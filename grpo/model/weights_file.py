@@ -21,7 +21,6 @@ _LONGEST_HEADER = 16 << 20
 _BLOCK = 4 << 20  # values of a block
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -86,7 +85,7 @@ class WeightsFile:
         """`size`: bytes of the complete file. Raises HeaderError if the header does not fit it."""
         self._file = file
         text = self._pread(data_begins(self._pread(8, 0), size, _LONGEST_HEADER) - 8, 8)
-        self.entries, _ = read_header(text, size, _WIDTHS)
+        self.entries, _ = read_header(text, size, {name: dtype.itemsize for name, dtype in _DTYPES.items()})
 
     def read(self, name: str, part: slice) -> Tensor:
         """Read `tensor.flatten()[part]` of the named tensor, to the CPU."""

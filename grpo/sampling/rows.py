@@ -186,7 +186,7 @@ class Rows:
                 self.ids[row, place + 1 : place + length] = answer
                 self.logprobs[row, place + 1 : place + length] = np.nan
                 self.state[PLACE, row] = place + length
-            self._cache.feed(fed)
+            self._cache.fed = fed
             packed = (torch.tensor([values]).to(self._device) for values in (ids, positions))
             states = self._forward(*packed)[0]
             hidden += [states[end - 1].clone() for end in accumulate(lengths[part])]

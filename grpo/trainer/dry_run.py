@@ -24,13 +24,13 @@ from grpo.config.errors import COMMAND, ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
 from grpo.model.fingerprint import describe_without_weights
+from grpo.model.hub import base_of
 from grpo.model.load import checkpoint_activations, refuse_hub_kernels, resolve_dtype
 from grpo.model.logprobs import check_router
-from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
+from grpo.model.lora import check_adapter, put_adapter, train_adapter
 from grpo.model.memory import Memory, Terms, change_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
-from grpo.model.pictures import PictureProcessor
-from grpo.model.vision_tower import freeze_vision_tower, vision_parameters
+from grpo.model.pictures import PictureProcessor, freeze_vision_tower, vision_parameters
 from grpo.pool.client import PoolClient
 from grpo.run.checkpoint_files import Damaged, check_format, find_checkpoints, finished_steps, read_progress
 from grpo.run.collective import own_place
@@ -53,8 +53,8 @@ def dry_run(config: TrainerConfig) -> None:
     rank, ranks, device = own_place()
     if rank != 0:
         return
-    logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # or it would log every adapter that is counted
-    logging.getLogger("grpo.model.vision_tower").setLevel(logging.WARNING)
+    for name in ("lora", "pictures"):  # or every adapter, and every frozen tower, that is counted would be logged
+        logging.getLogger(f"grpo.model.{name}").setLevel(logging.WARNING)
     folder = find_run_folder(config)
     if config.push_to_hub:
         check_login()

@@ -34,9 +34,8 @@ from grpo.client.server_errors import RequestFailure, ServerError, ServersLost
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids, longest_sequence
 from grpo.model.logprobs import token_logprobs
-from grpo.model.lora import NAME, adapter_weights, base_weights
+from grpo.model.lora import NAME, adapter_weights, base_weights, is_quantized
 from grpo.model.packing import Batcher
-from grpo.model.quantization import is_quantized
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import make_delta, sha256_of

@@ -34,9 +34,8 @@ from grpo.model.load import (
 from grpo.model.logprobs import check_router
 from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.packing import Batcher
-from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
+from grpo.model.pictures import PictureProcessor, freeze_vision_tower, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
-from grpo.model.vision_tower import freeze_vision_tower
 from grpo.pool.client import Retrier
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.checkpoint_files import read_progress

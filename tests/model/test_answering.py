@@ -140,7 +140,7 @@ def test_a_models_file_names_no_tools_but_tells_of_them(model, tokenizer, tmp_pa
     for config_class in (EvaluateConfig, ChatConfig):
         asked = parsed(config_class, "--model", tmp_path / "model")
         assert (asked.tools, asked.max_turns) == ([], None)
-        assert f"trained with --tools {tool}:balance, and is asked without" in capsys.readouterr().err
+        assert f"{tool}:balance'], and is asked without" in capsys.readouterr().err
         asked = parsed(config_class, "--model", tmp_path / "model", "--tools", f"{tool}:balance")
         assert (asked.tools, asked.max_turns, asked.max_tool_response_length) == ([f"{tool}:balance"], 3, 90)
         assert "asked without" not in capsys.readouterr().err

@@ -40,17 +40,13 @@ def test_a_reference_is_frozen_and_in_evaluation_mode(model_folder):
     reference = load_reference(ServerConfig(model_name_or_path=str(model_folder)), CPU)
     assert not reference.training
     assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert reference.dtype == torch.float32 and load(model_folder, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
 def test_no_bar_goes_into_a_log_file(model_folder, tmp_path, capsys):
     model, _ = load(model_folder)
     model.save_pretrained(tmp_path)
     assert "it/s" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("dtype, expected", [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_dtypes(model_folder, dtype, expected):
-    assert load(model_folder, dtype=dtype)[0].dtype == expected
 
 
 def test_dropout_is_off_also_in_training(tmp_path, tokenizer):
@@ -104,8 +100,8 @@ def test_a_weights_file_that_was_cut_short_is_named(model_folder, tmp_path):
         ("~/no/such/folder", "there is no such file or folder"),
         ("runs/nope", "there is no such file or folder"),
         ("nobody/run/model", "there is no such file or folder"),
-        ("made", "it is a folder without config.json: name the folder of a model, such as RUN/model"),
-        ("made/file", "it is a file: name the folder that the model is in"),
+        ("made", "it is no folder with config.json: name the folder of a model, such as RUN/model"),
+        ("made/file", "it is no folder with config.json: name the folder of a model"),
     ],
 )
 def test_a_path_is_never_looked_up_on_the_hub(monkeypatch, tmp_path, name, reason):
@@ -143,37 +139,24 @@ def test_a_model_too_large_for_the_memory_is_named(monkeypatch, model_folder):
         load(model_folder)
 
 
-def test_a_missing_pad_token_is_the_eos(tmp_path, model_folder):
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+def test_a_missing_pad_token_is_the_eos_and_a_tokenizer_without_eos_is_refused(tmp_path, model_folder):
+    tokenizer, config = AutoTokenizer.from_pretrained(model_folder), SharedConfig(model_name_or_path=str(tmp_path))
+    shutil.copy(model_folder / "config.json", tmp_path)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
-    shutil.copy(model_folder / "config.json", tmp_path)
-    loaded = load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
+    loaded = load_tokenizer(config)
     assert loaded.pad_token_id == loaded.eos_token_id
-
-
-def test_a_tokenizer_without_eos_is_refused(tmp_path, model_folder):
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    shutil.copy(model_folder / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="no eos token"):
-        load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
+        load_tokenizer(config)
 
 
-def test_every_id_that_ends_is_known(model_folder):
-    model, tokenizer = load(model_folder)
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 7]
-    assert eos_token_ids(model, tokenizer) == sorted({tokenizer.eos_token_id, 7})
-    model.generation_config.eos_token_id = None
-    assert eos_token_ids(model, tokenizer) == [tokenizer.eos_token_id]
-
-
-@pytest.mark.parametrize("ends", [7, [7, 8], None])
+@pytest.mark.parametrize("ends", [[7], [7, 8], []])
 @pytest.mark.parametrize("file", ["whole", "damaged", "none"])
 def test_the_ids_that_end_a_completion_are_known_before_the_model_is_loaded(model_folder, tmp_path, ends, file):
     model, tokenizer = load(model_folder)
-    model.generation_config.eos_token_id = model.config.eos_token_id = ends
+    model.generation_config.eos_token_id = model.config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     if file == "damaged":
@@ -183,6 +166,7 @@ def test_the_ids_that_end_a_completion_are_known_before_the_model_is_loaded(mode
     model, tokenizer = load(tmp_path)
     config = SharedConfig(model_name_or_path=str(tmp_path))
     assert load_end_ids(config, load_settings(config), tokenizer) == eos_token_ids(model, tokenizer)
+    assert eos_token_ids(model, tokenizer) == sorted({tokenizer.eos_token_id, *ends})
 
 
 def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path, model_folder):

@@ -1,19 +1,15 @@
 """The log-probs against an independent float64 computation, over models whose heads differ."""
 
-import weakref
-from collections import Counter
-
 import pytest
 import torch
 from models import CONFIGS, PADDED, SEQUENCES, build, by_hand
 from rounding import GRADIENT, assert_rounded
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo.model import logprobs as module
 from grpo.model import tree_attention as attention
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import Head, token_logprobs
+from grpo.model.memory import LiveTensors
 from grpo.model.packing import Batcher
 from grpo.model.trial import make_batcher
 
@@ -144,33 +140,6 @@ def test_bfloat16_weights_still_give_float32_logits():
     assert (gradient - expected).norm() / expected.norm() < 0.01  # bfloat16 gradients
 
 
-class Live(TorchDispatchMode):
-    """How many bytes the tensors made within it hold at once: `peak`."""
-
-    def __init__(self):
-        super().__init__()
-        self._tensors, self._bytes, self.peak = Counter(), {}, 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        known = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known or storage._cdata in self._bytes:
-                self._bytes[storage._cdata] = storage.nbytes()
-                self._tensors[storage._cdata] += 1
-                weakref.finalize(tensor, self._gone, storage._cdata)
-        self.peak = max(self.peak, sum(self._bytes.values()))
-        return result
-
-    def _gone(self, storage: int) -> None:
-        self._tensors[storage] -= 1
-        if not self._tensors[storage]:
-            del self._bytes[storage]
-
-
 @pytest.mark.parametrize("with_entropy, blocks, at_most", [(False, 1, 2.4), (True, 2, 2.9)])
 def test_a_card_holds_few_blocks_of_logits_at_once(with_entropy, blocks, at_most):
     """Qwen2.5's head in bfloat16 on device meta, which takes the way of a card and knows its sizes."""
@@ -180,11 +149,12 @@ def test_a_card_holds_few_blocks_of_logits_at_once(with_entropy, blocks, at_most
     rows, vocabulary = module.CUDA_BLOCK
     block = 4 * rows * vocabulary
     head = Head(weight, None, 1.0, None, 0.9)
-    with Live() as forward:
+    known = torch.nn.ParameterList([weight, hidden])
+    with LiveTensors(known) as forward:
         logprobs, entropy = module._Logprobs.apply(hidden, weight, None, targets, head, with_entropy)
-    assert forward.peak <= (blocks + 0.1) * block
+    assert forward.most <= (blocks + 0.1) * block
     # Backward: logits, their gradient, that in bfloat16, and what is given back: weight's, hidden's in fp32 and bf16.
     given = 2 * weight.numel() + (4 + 2) * hidden.numel()
-    with Live() as backward:
+    with LiveTensors(known) as backward:
         (logprobs.sum() + (entropy.sum() if with_entropy else 0)).backward()
-    assert backward.peak <= given + at_most * block
+    assert backward.most <= given + at_most * block

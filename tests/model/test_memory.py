@@ -27,25 +27,14 @@ from grpo.config.server import ServerConfig
 from grpo.model import memory as memory_report
 from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
 from grpo.model.logprobs import token_logprobs
+from grpo.model.lora import layout
 from grpo.model.memory import CARDS, MIB, LiveTensors, Pictures, activations, fit, server_report, weights
-from grpo.model.pictures import load_processor
-from grpo.model.quantization import layout
+from grpo.model.pictures import freeze_vision_tower, load_processor
 from grpo.model.trial import make_batcher
-from grpo.model.vision_tower import freeze_vision_tower
 
 CPU = torch.device("cpu")
-SMALL = dict(
-    vocab_size=100,
-    hidden_size=128,
-    intermediate_size=320,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SMALL = dict(vocab_size=100, hidden_size=128, intermediate_size=320, num_hidden_layers=2, head_dim=32)
+SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 CONFIGS = {
     "qwen2, tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
@@ -65,7 +54,7 @@ def saved(config, folder):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_weights_are_those_of_the_loaded_model(name, dtype, tmp_path):
     model = load_reference(ServerConfig(model_name_or_path=saved(CONFIGS[name], tmp_path), dtype=dtype), CPU)
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    held = sum(parameter.nbytes for parameter in model.parameters())
     assert weights(on_meta(CONFIGS[name], getattr(torch, dtype)), "none") == held
 
 
@@ -84,9 +73,8 @@ def test_quantized_weights_are_those_that_bitsandbytes_holds(name, quantization,
     held = 0
     for tensor in model.parameters():
         state = getattr(tensor, "quant_state", None)
-        constants = [] if state is None else [state.absmax, state.state2.absmax]
-        for part in (tensor, getattr(tensor, "SCB", None), *constants):
-            held += 0 if part is None else part.numel() * part.element_size()
+        constants = [getattr(tensor, "SCB", None)] if state is None else [state.absmax, state.state2.absmax]
+        held += sum(part.nbytes for part in (tensor, *constants) if part is not None)
     assert weights(on_meta(CONFIGS[name], torch.float32), quantization) == held
 
 
@@ -109,24 +97,13 @@ def test_a_measured_peak_is_below_the_prediction_and_not_far_below(case):
     assert measured <= predicted <= 1.3 * measured + 128 * MIB
 
 
-NAMES = dict(
-    num_hidden_layers=2,
-    hidden_size=128,
-    intermediate_size=320,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=100,
-)
 BODIES = {
     "qwen2": lambda: qwen(2, 100, hidden_size=128, intermediate_size=320, num_attention_heads=4),
     "gpt2": lambda: GPT2Config(vocab_size=100, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0),
-    "gemma2, softcapped scores": lambda: Gemma2Config(**NAMES),
-    "gemma2 beyond its window": lambda: Gemma2Config(**NAMES, sliding_window=256),
-    "mistral beyond its window": lambda: MistralConfig(**NAMES, sliding_window=256),
-    "qwen3 with experts": lambda: Qwen3MoeConfig(
-        **NAMES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
-    ),
+    "gemma2, softcapped scores": lambda: Gemma2Config(**SMALL),
+    "gemma2 beyond its window": lambda: Gemma2Config(**SMALL, sliding_window=256),
+    "mistral beyond its window": lambda: MistralConfig(**SMALL, sliding_window=256),
+    "qwen3 with experts": lambda: Qwen3MoeConfig(**SMALL, num_experts=8, moe_intermediate_size=64),
 }
 
 

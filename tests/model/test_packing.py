@@ -13,39 +13,27 @@ PACKED, PADDED = Batcher(0, longest_packed=ANY), Batcher(0, longest_packed=0)
 EXAMPLE = [([7, 8], [1, 2, 3]), ([7, 8], [4, 5]), ([9], [6])]
 
 
-def test_the_worked_example_of_the_docstring_packed():
-    batch = PACKED.make(EXAMPLE, "cpu")
-    assert batch.input_ids.tolist() == [[7, 8, 1, 2, 4, 9]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0]]
-    assert batch.tree.groups == [(2, [2, 1]), (1, [])]
-    assert batch.predicts.tolist() == [1, 2, 3, 1, 4, 5]
-    assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_the_worked_example_of_the_docstring_padded():
-    batch = PADDED.make(EXAMPLE, "cpu")
-    assert batch.input_ids.tolist() == [[7, 8, 1, 2], [7, 8, 4, 0], [9, 0, 0, 0]]
-    assert batch.tree is None
-    assert batch.predicts.tolist() == [1, 2, 3, 5, 6, 8]
-    assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_the_worked_example_of_the_docstring_with_an_answer():
+def test_the_worked_example_of_the_docstring():
+    packed, padded = (batcher.make(EXAMPLE, "cpu") for batcher in (PACKED, PADDED))
+    assert packed.input_ids.tolist() == [[7, 8, 1, 2, 4, 9]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 0]]
+    assert packed.tree.groups == [(2, [2, 1]), (1, [])]
+    assert padded.input_ids.tolist() == [[7, 8, 1, 2], [7, 8, 4, 0], [9, 0, 0, 0]]
+    assert padded.tree is None
+    assert (packed.predicts.tolist(), padded.predicts.tolist()) == ([1, 2, 3, 1, 4, 5], [1, 2, 3, 5, 6, 8])
+    assert packed.targets.tolist() == padded.targets.tolist() == [1, 2, 3, 4, 5, 6]
+    # With an answer.
     predicted = [np.array([True, False, True]), None, np.array([True])]
-    packed, padded = (batcher.make(EXAMPLE, "cpu", predicted) for batcher in (PACKED, PADDED))
-    assert (packed.predicts.tolist(), packed.targets.tolist()) == ([1, 3, 1, 4, 5], [1, 3, 4, 5, 6])
-    assert (padded.predicts.tolist(), padded.targets.tolist()) == ([1, 3, 5, 6, 8], [1, 3, 4, 5, 6])
-    for batch, batcher in ((packed, PACKED), (padded, PADDED)):
-        assert torch.equal(batch.input_ids, batcher.make(EXAMPLE, "cpu").input_ids)
+    for batcher, batch, places in ((PACKED, packed, [1, 3, 1, 4, 5]), (PADDED, padded, [1, 3, 5, 6, 8])):
+        answered = batcher.make(EXAMPLE, "cpu", predicted)
+        assert (answered.predicts.tolist(), answered.targets.tolist()) == (places, [1, 3, 4, 5, 6])
+        assert torch.equal(answered.input_ids, batch.input_ids)
 
 
 def test_a_tree_says_what_each_segment_sees():
     tree = PACKED.make(EXAMPLE, "cpu").tree
-    assert tree.segments == [2, 2, 1, 1]
-    queries, keys = tree.ends(torch.device("cpu"))
-    assert queries.tolist() == [0, 2, 4, 5, 6]
-    assert tree.key_lengths == [2, 4, 3, 1]
-    assert keys.tolist() == [0, 2, 6, 9, 10]
+    assert (tree.segments, tree.key_lengths) == ([2, 2, 1, 1], [2, 4, 3, 1])
+    assert [ends.tolist() for ends in tree.ends(torch.device("cpu"))] == [[0, 2, 4, 5, 6], [0, 2, 6, 9, 10]]
 
 
 @pytest.mark.parametrize("batcher", [PACKED, PADDED])
@@ -95,10 +83,9 @@ def histories(batch) -> list[list[int]]:
         seen += [start[: place + 1] for place in range(prompt)]
         at += prompt
         for length in completions:
-            own = flat[at : at + length]
-            seen += [start + own[: place + 1] for place in range(length)]
+            seen += [start + flat[at : at + place + 1] for place in range(length)]
             at += length
-    assert [len(one) - 1 for one in seen] == batch.position_ids[0].tolist()
+    assert [len(tokens) - 1 for tokens in seen] == batch.position_ids[0].tolist()
     return [seen[place] for place in batch.predicts.tolist()]
 
 
@@ -143,9 +130,8 @@ def test_like_lengths_are_padded_together():
 
 
 def test_groups_stay_together_where_they_fit_and_their_prompt_counts_once():
-    one, other, third = ([1] * 10, [0] * 5), ([2] * 10, [0] * 5), ([3] * 10, [0] * 5)
-    three_each = [one, other, third] * 3  # three groups of 10 + 3 x 5 = 25 tokens
+    three_each = [([token] * 10, [0] * 5) for token in (1, 2, 3)] * 3  # three groups of 10 + 3 x 5 = 25 tokens
     assert PACKED.cut(three_each, budget=50) == [[0, 3, 6, 1, 4, 7], [2, 5, 8]]
     assert PACKED.cut(three_each, budget=49) == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     # Larger than any batch: as many as fit beside the prompt, which is in each of them.
-    assert PACKED.cut([one] * 5, budget=20) == [[0, 1], [2, 3], [4]]
+    assert PACKED.cut(three_each[:1] * 5, budget=20) == [[0, 1], [2, 3], [4]]

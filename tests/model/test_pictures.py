@@ -9,18 +9,28 @@ import pytest
 import torch
 from models import distance
 from picture_oracle import Plain
-from pictured import FAMILIES, drawing, save
+from pictured import FAMILIES, build_model, drawing, save
 from ragged import named
 from rounding import GRADIENT, assert_rounded
 from transformers import AutoConfig
 
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
+from grpo.model.lora import train_adapter
 from grpo.model.packing import Batcher
-from grpo.model.pictures import PictureProcessor, Vision, load_processor
+from grpo.model.pictures import (
+    PictureProcessor,
+    Vision,
+    freeze_vision_tower,
+    load_processor,
+    vision_modules,
+    vision_parameters,
+)
 from grpo.model.trial import make_batcher, trial_sequences
+from grpo.trainer.setup import read_inputs
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
 
 WIDE, TALL = drawing(24, 16, seed=0), drawing(20, 36, seed=1, file_format="JPEG")
@@ -37,13 +47,16 @@ class Family:
     processor: PictureProcessor
     batcher: Batcher
 
-    def prompt(self, *content: str | bytes) -> PicturedPrompt | list[int]:
-        """Expand a chat message of texts and pictures by the rules of the oracle."""
+    def rendered(self, *content: str | bytes) -> tuple[str, list[bytes]]:
+        """Render a chat message of texts and pictures."""
         parts = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in content]
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
-        )
-        pictures = [part for part in content if isinstance(part, bytes)]
+        message = [{"role": "user", "content": parts}]
+        text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return text, [part for part in content if isinstance(part, bytes)]
+
+    def prompt(self, *content: str | bytes) -> PicturedPrompt | list[int]:
+        """Expand a message by the rules of the oracle."""
+        text, pictures = self.rendered(*content)
         ids = self.plain.prompt(text, pictures)
         return PicturedPrompt(ids, pictures) if pictures else ids
 
@@ -98,11 +111,7 @@ def in_micro_batches(family: Family, batcher: Batcher, budget: int):
 
 def test_a_prompt_is_what_the_familys_rules_make_of_it(family):
     for content in [("How many? ", WIDE), (TALL, " or ", WIDE, " then ", OTHER), (WIDE, OTHER)]:
-        expected = family.prompt(*content)
-        pictures = list(expected.pictures)
-        parts = [{"type": "image"} if isinstance(p, bytes) else {"type": "text", "text": p} for p in content]
-        message = [{"role": "user", "content": parts}]
-        text = family.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        expected, (text, pictures) = family.prompt(*content), family.rendered(*content)
         assert text.count(family.processor.placeholder) == len(pictures)
         assert family.processor.encode(text, pictures, add_special_tokens=False) == expected
         assert family.processor.count(pictures) == list(expected).count(family.processor.token_id)
@@ -279,3 +288,41 @@ def test_threads_share_a_processor(family):
     expected = [encode(number) for number in range(len(texts))]
     with ThreadPoolExecutor(8) as threads:
         assert [*threads.map(encode, [*range(len(texts))] * 4)] == expected * 4
+
+
+def test_the_tower_and_its_projector_are_all_but_the_language_model(family, model):
+    assert vision_parameters(model) == vision_modules(model) == []  # it takes text alone
+    name = family.plain.family
+    model = build_model(name, family.tokenizer)
+    expected = {
+        "gemma3": ["model.vision_tower", "model.multi_modal_projector"],
+        "llava": ["model.vision_tower", "model.multi_modal_projector"],
+        "llava_onevision": ["model.vision_tower", "model.multi_modal_projector"],
+        "idefics3": ["model.vision_model", "model.connector"],
+    }.get(name, ["model.visual"])
+    assert vision_modules(model) == expected
+    freeze_vision_tower(model)
+    frozen = {weight for weight, parameter in model.named_parameters() if not parameter.requires_grad}
+    in_modules = {weight for weight, _ in model.named_parameters() if weight.startswith(tuple(expected))}
+    assert frozen == in_modules | ({"model.image_newline"} if name == "llava_onevision" else set())
+    assert sum(parameter.numel() for parameter in vision_parameters(model)) > 10_000
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"]])
+def test_an_adapter_stays_out_of_a_frozen_tower(family, targets):
+    for frozen in (False, True):
+        model = build_model(family.plain.family, family.tokenizer)
+        train_adapter(model, TrainerConfig(use_peft=True, lora_target_modules=targets, freeze_vision_tower=frozen))
+        adapters = [weight for weight, parameter in model.named_parameters() if parameter.requires_grad]
+        in_tower = [weight for weight in adapters if weight.startswith(tuple(vision_modules(model)))]
+        has_such = targets is None or not family.plain.family.startswith("qwen")
+        assert bool(in_tower) == (has_such and not frozen)
+        assert len(adapters) > len(in_tower)
+
+
+def test_a_model_without_one_is_refused(model_folder, data_folder):
+    data = dict(dataset_name=str(data_folder), beta=0.0, max_prompt_length=50, max_completion_length=50)
+    config = TrainerConfig(model_name_or_path=str(model_folder), freeze_vision_tower=True, **data)
+    said = f"^freeze_vision_tower=True: {model_folder} has no vision tower: leave it out$"
+    with pytest.raises(ConfigError, match=said):
+        read_inputs(config, 0, 1, torch.device("cpu"))

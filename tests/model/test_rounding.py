@@ -87,16 +87,9 @@ def masked(seen_by):
 SOUND = masked(lambda itself, group, prompt, back: (itself | group & prompt) & (back >= 0))
 BROKEN = {
     "completions see those before them": masked(lambda itself, group, prompt, back: group & (back >= 0)),
-    "completions see those around them": masked(
-        lambda itself, group, prompt, back: itself & (back >= 0) | group & (prompt & (back >= 0) | ~itself & ~prompt)
-    ),
     "groups see the prompts before them": masked(lambda itself, group, prompt, back: (itself | prompt) & (back >= 0)),
-    "all see all before them": masked(lambda itself, group, prompt, back: back >= 0),
     "completions do not see their prompt": masked(lambda itself, group, prompt, back: itself & (back >= 0)),
     "a token sees the next": masked(lambda itself, group, prompt, back: (itself | group & prompt) & (back >= -1)),
-    "a token does not see itself": masked(
-        lambda itself, group, prompt, back: (itself | group & prompt) & ((back >= 1) | (back == 0) & prompt)
-    ),
 }
 
 
@@ -168,15 +161,15 @@ def test_a_model_that_changes_what_its_head_is_fed_with_is_refused(noise):
 
 def test_what_a_card_loses_is_a_warning(caplog):
     caplog.set_level(logging.INFO, logger="grpo")
-    lost = "Scoring and updates take several times as long as packed: each completion's prompt is computed again"
     for device, level in (("cpu", "INFO"), ("meta:0", "WARNING")):
         caplog.clear()
         with Cards():
             counting_on(model := build(CONFIGS["qwen2"]).to(device))
-            make_batcher(model, 0)
+            assert make_batcher(model, 0).longest_packed == 0
+            assert model.config._attn_implementation == "sdpa"
         (record,) = [record for record in caplog.records if record.name == "grpo.model.trial"]
-        assert record.getMessage().startswith("log-probs in padded batches: Qwen2ForCausalLM gives other log-probs in")
-        assert (record.levelname, record.getMessage().endswith(lost)) == (level, level == "WARNING")
+        assert "again: Qwen2ForCausalLM gives other log-probs in packed batches" in record.getMessage()
+        assert record.levelname == level
 
 
 def test_an_attention_that_does_not_run_is_named(caplog, monkeypatch):

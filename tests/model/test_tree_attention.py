@@ -7,27 +7,15 @@ import pytest
 import torch
 from models import CONFIGS, PADDED, SMALL, build
 from rounding import assert_rounded
-from transformers import MambaConfig, MistralConfig
+from transformers import MistralConfig
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.model.tree_attention import _aligned, _mask, switch_off, switch_on
+from grpo.model.tree_attention import switch_off, switch_on
 from grpo.model.trial import make_batcher
 
-PACKED = {
-    "qwen2": "",
-    "qwen3": "",
-    "llama": "",
-    "mistral, sliding window": " up to 8 tokens a sequence, its attention's window",
-    "gemma2, softcapped": " up to 8 tokens a sequence, its attention's window",
-    "cohere, scaled": "",
-    "granite, divided": "",
-    "hyperclova x, multiplied": "",
-    "minicpm3, divided before its head": "",
-    "phi, bias": "",
-    "gpt2, learned positions": "",
-    "gpt-neox, partial rotation": "",
-}
+WINDOWED = "mistral, sliding window", "gemma2, softcapped"
+GROUPS = [([5, 6, 7] * 5, [8, 9] * 9), ([5, 6, 7] * 5, [10] * 7), ([1], [2, 3])]
 PADDED_BECAUSE = {
     "falcon h1, multiplied": "FalconH1ForCausalLM has layers of type hybrid",
     "bloom, alibi": "BloomForCausalLM takes no packed batch (",
@@ -40,32 +28,13 @@ def test_the_log_says_once_which_path_runs_and_why(name, caplog):
     caplog.set_level(logging.INFO, logger="grpo")
     batcher = make_batcher(build(CONFIGS[name]), 0)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.model.trial"]
-    if name in PACKED:
-        assert line == f"log-probs in packed batches, each prompt once (segments){PACKED[name]}"
-        assert batcher.longest_packed == (8 if PACKED[name] else 2**31 - 1)
-    else:
-        assert line.startswith(f"log-probs in padded batches: {PADDED_BECAUSE[name]}")
+    if name in PADDED_BECAUSE:
+        assert line.startswith("log-probs in padded batches, which ") and f"again: {PADDED_BECAUSE[name]}" in line
         assert batcher.longest_packed == 0
-
-
-def test_what_a_configuration_tells_is_not_tried(caplog):
-    caplog.set_level(logging.INFO, logger="grpo")
-    model = build(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
-    assert make_batcher(model, 0).longest_packed == 0
-    assert "has layers of type linear_attention" in caplog.text
-    assert not model.config._attn_implementation.startswith("grpo")
-
-
-def test_a_model_whose_answers_differ_in_packed_batches_is_padded(caplog):
-    caplog.set_level(logging.INFO, logger="grpo")
-    model = build(CONFIGS["llama"])
-    rotary = model.model.rotary_emb
-    plain = rotary.forward
-    # Custom code that counts places itself, as if a row were one sequence.
-    rotary.forward = lambda x, position_ids: plain(x, torch.arange(x.shape[1]).unsqueeze(0))
-    assert make_batcher(model, 0).longest_packed == 0
-    assert "gives other log-probs in packed batches" in caplog.text
-    assert model.config._attn_implementation == "sdpa"
+    else:
+        window = " up to 8 tokens a sequence, its attention's window" if name in WINDOWED else ""
+        assert line == f"log-probs in packed batches, each prompt once (segments){window}"
+        assert batcher.longest_packed == (8 if window else 2**31 - 1)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2, softcapped", "mistral, sliding window"])
@@ -137,13 +106,7 @@ def test_the_variants_agree_on_a_gpu(variant):
     model = build(CONFIGS["qwen2"]).to("cuda")
     # The long group's masks are cut at odd places.
     long = [5, 6, 7] * 41
-    sequences = [
-        ([5, 6, 7] * 5, [8, 9] * 9),
-        ([5, 6, 7] * 5, [10] * 7),
-        ([1], [2, 3]),
-        (long, [8] * 99),
-        (long, [9] * 70),
-    ]
+    sequences = [*GROUPS, (long, [8] * 99), (long, [9] * 70)]
 
     def results(batcher) -> list[torch.Tensor]:
         model.zero_grad()
@@ -160,17 +123,6 @@ def test_the_variants_agree_on_a_gpu(variant):
         assert (ours - right).norm() <= 3 * (rounded - right).norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_mask_for_a_gpu_begins_where_its_kernel_wants_it(dtype):
-    for rows, seen in [(256, 0), (256, 40), (7, 133), (1, 9), (200, 300)]:
-        mask = _mask(rows, seen, dtype, torch.device("cpu"))
-        copy = _aligned(mask)
-        assert torch.equal(copy, mask) and copy.shape == (rows, seen + rows)
-        assert copy.data_ptr() % 16 == 0 and copy.stride(0) % 16 == 0 and copy.stride(1) == 1
-    # As they come from the cache they do not.
-    assert _mask(7, 133, dtype, torch.device("cpu")).data_ptr() % 16
-
-
 def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size):
     """What flash attention computes, a segment at a time in float64. [tokens, heads, d] each."""
     assert window_size == (-1, 0)
@@ -185,15 +137,13 @@ def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size):
     return torch.cat(outputs).to(query.dtype)
 
 
-def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
     """torch 2.11's signature: no grouped heads."""
     assert query.shape[1] == key.shape[1] == value.shape[1]
     return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
 
 
-def varlen_2_13(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-):
+def varlen_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """torch 2.13's signature: grouped heads where they are announced."""
     repeat = query.shape[1] // key.shape[1]
     assert enable_gqa == (repeat > 1)
@@ -207,8 +157,7 @@ def test_what_varlen_is_given_is_what_segments_compute(name, torchs_own, monkeyp
     """The kernel itself needs a card; the order of keys, the lengths and the grouped heads do not."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs_own)
     model = build(CONFIGS[name])
-    sequences = [([5, 6, 7] * 5, [8, 9] * 9), ([5, 6, 7] * 5, [10] * 7), ([1], [2, 3])]
-    batch = Batcher(0, 10**9).make(sequences, "cpu")
+    batch = Batcher(0, 10**9).make(GROUPS, "cpu")
     logprobs = {}
     for variant in ("segments", "varlen"):
         switch_on(model, variant)

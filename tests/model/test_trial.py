@@ -11,7 +11,6 @@ from transformers import (
     DeepseekV4Config,
     DeepseekV32Config,
     DogeConfig,
-    HrmTextConfig,
     JetMoeConfig,
     LlamaConfig,
     MiniMaxM3VLTextConfig,
@@ -137,7 +136,7 @@ def test_layers_that_are_others_while_they_recompute_are_refused():
     layer.register_forward_hook(lambda layer, _, output: output + layer.training)
     assert make_batcher(model, 0).longest_packed > 0
     checkpoint_activations(model)
-    with pytest.raises(ConfigError, match="gradient_checkpointing=True: LlamaForCausalLM gives other log-probs while"):
+    with pytest.raises(ConfigError, match="gradient_checkpointing=True: LlamaForCausalLM gives other log-probs "):
         make_batcher(model, 0)
 
 
@@ -148,13 +147,6 @@ def test_a_model_that_looks_ahead_is_refused(dtype):
         layer.self_attn.is_causal = False
     with pytest.raises(ConfigError, match="when other tokens follow it .* it is no causal model: use another one"):
         make_batcher(model, 0)
-
-
-def test_a_model_that_computes_a_part_of_its_gradient_is_not_trained():
-    model = build(HrmTextConfig(**{name: value for name, value in SMALL.items() if name != "num_key_value_heads"}))
-    with pytest.raises(ConfigError, match="HrmTextForCausalLM computes parts of its log-probs without gradients, so"):
-        make_batcher(model, 0)
-    make_batcher(model.requires_grad_(False), 0)  # a server may score with it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,17 +207,6 @@ def test_too_little_memory_says_nothing_about_the_model(trial, tokenizer, monkey
             make_sampler(model, tokenizer, 8, longest_packed=longest_packed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_of_which_nothing_is_wrong_passes_every_trial(dtype, tokenizer):
-    for name in ("qwen2", "gemma2, softcapped", "gpt2, learned positions"):
-        model = build(CONFIGS[name]).to(dtype)
-        before = [weight.clone() for weight in model.parameters()]
-        assert make_batcher(model, 0).longest_packed > 0
-        make_sampler(model, tokenizer, 8)
-        assert all(map(torch.equal, model.parameters(), before))
-        assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
-
-
 def test_equal_log_probs_with_other_gradients_are_not_packed(caplog):
     """Doge's masks begin as ones: only the gradient of what makes them tells that a packed batch leaves them out."""
     caplog.set_level(logging.INFO, logger="grpo")
@@ -240,8 +221,8 @@ def test_positions_that_depend_on_a_batchs_longest_row_are_used_up_to_where_they
     model = loaded(Phi3Config(**small, rope_parameters=LONGROPE), tmp_path)
     assert longest_sequence(model.config) == 32
     check_lengths(answering(32), model.config)
-    said = r"^max_completion_length=13: .* 33 tokens, and beyond 32 \(original_max_position_embeddings\) the log-probs "
-    with pytest.raises(ConfigError, match=f"{said}of some/model depend on the rest of the batch: lower one of them$"):
+    said = r"^max_completion_length=13: .* 33 tokens, and some/model .* up to 32 \(original_max_position_embeddings\): "
+    with pytest.raises(ConfigError, match=f"{said}lower one of them$"):
         check_lengths(answering(33), model.config)
     short, longest, beyond = ([5, 6, 7], [8, 9]), ([5, 6, 7], [8] * 29), ([5, 6, 7], [8] * 31)
     batcher = make_batcher(model, 0)
@@ -272,7 +253,7 @@ def test_an_indexed_attention_is_used_as_far_as_it_sees_everything():
     )
     batcher = make_batcher(model, 0)
     assert longest_sequence(model.config) == 12
-    with pytest.raises(ConfigError, match=r"beyond 12 \(index_topk\) the log-probs of some/model depend on the rest"):
+    with pytest.raises(ConfigError, match=r"up to 12 \(index_topk\): lower one of them"):
         check_lengths(answering(33), model.config)
     for short, long, same in ((8, 12, True), (20, 48, False)):
         ids = [*range(8, 8 + long)]

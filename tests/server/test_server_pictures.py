@@ -213,20 +213,18 @@ def test_no_more_pictures_are_prepared_than_the_ids_stand_for(service, plain):
     assert counted == [1, 1]
 
 
-def test_what_is_kept_of_pictures_is_bounded_and_counts_their_files(folders, plain, monkeypatch):
+def test_what_is_kept_of_pictures_is_bounded_and_counts_their_files(folders, plain):
     """A picture of few pixels may be a large file."""
     with serving(folders(FAMILY)) as service:
-        processor, vision = service.pictures.processor, service.pictures.vision
+        processor = service.pictures.processor
         processor.kept_bytes = 1 << 20
         large = PngInfo()
         large.add_text("comment", "x" * 300_000)
         files = [encoded(Image.new("RGB", (16, 16), (shade, 0, 0)), pnginfo=large) for shade in range(8)]
         prompts = [prompt_of(plain, file) for file in files]
-        monkeypatch.setattr(pictures, "KEPT_POSITIONS", 5)
         answers = ask(service, *(LogprobsRequest.of(prompt, [[20, 21]], 1.0) for prompt in prompts))
     assert_rounded(np.stack(answers), [exact(plain, prompt, [[20, 21]]) for prompt in prompts])
     assert 1 <= len(processor._kept) <= 3 and processor._size <= 1 << 20
-    assert len(vision._kept) == 5
 
 
 def test_a_model_without_a_processor_takes_no_pictures(model_folder):
