@@ -1,6 +1,7 @@
 """Tiny adapters, and what models with them compute."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def write_adapter(folder, base, **settings):
                 weight += torch.randn_like(weight) * 0.1
     model.save_pretrained(folder)
     return folder
+
+
+def copied(adapter, folder, **changes) -> str:
+    """An adapter with other settings than its own."""
+    shutil.copytree(adapter, folder)
+    settings = json.loads((folder / "adapter_config.json").read_text()) | changes
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
 
 
 def by_hand(base, folder, dtype=torch.float64):
@@ -105,3 +114,8 @@ def move(model) -> None:
 
 def snapshot(model) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def equal(weights, expected) -> bool:
+    same_names = weights.keys() == expected.keys()
+    return same_names and all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -21,14 +21,14 @@ SECTIONS = AnswerSection, DataSection, RewardSection, TurnsSection
 
 CODE = "tools", "environment"
 """settings that a model's file cannot make: it must not choose code that a program runs"""
+_NAMES = [field.name for section in SECTIONS for field in fields(section)]
 _TURNS = {field.name for field in fields(TurnsSection)}
 _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat ask as this file says.\n"
 
 
 def write_answering(config: Any, folder: Path) -> None:
     """Write grpo.yaml into a model's folder. Raises OSError."""
-    names = [field.name for section in SECTIONS for field in fields(section)]
-    settings = {name: getattr(config, name) for name in names if config.has_turns or name not in _TURNS}
+    settings = {name: getattr(config, name) for name in _NAMES if config.has_turns or name not in _TURNS}
     (folder / ANSWERING).write_text(_HEADER + to_yaml(settings), encoding="utf-8")
 
 
@@ -50,9 +50,8 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
             f"model_name_or_path={model!r}: its {ANSWERING} cannot be read ({' '.join(str(error).split())}): mend or "
             "delete it"
         ) from error
-    names = {field.name for section in SECTIONS for field in fields(section)}
     # A newer version may write more settings, and a stranger's file must not reach others, such as trust_remote_code.
-    return str(path), {name: value for name, value in settings.items() if name in names}
+    return str(path), {name: value for name, value in settings.items() if name in _NAMES}
 
 
 def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 from transformers import (
@@ -108,13 +107,9 @@ def refuse_hub_kernels(field: str, name: str, settings: PretrainedConfig, trust_
     """Raise ConfigError for an untrusted attention kernel of the hub: transformers runs it when a model is made."""
     for section in _sections(settings):
         kernel = str(section._attn_implementation)
-        require(
-            trust_remote_code or "/" not in kernel,
-            field,
-            name,
-            f"its config.json names an attention kernel of the hub ({kernel}), which is code that would run here: take "
-            "attn_implementation out of it, or set trust_remote_code to true",
-        )
+        reason = f"its config.json names an attention kernel of the hub ({kernel}), which is code that would run here"
+        remedy = "take attn_implementation out of it, or set trust_remote_code to true"
+        require(trust_remote_code or "/" not in kernel, field, name, f"{reason}: {remedy}")
 
 
 def _sections(settings: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -150,11 +145,10 @@ def load_end_ids(config: SharedConfig, settings: PretrainedConfig, tokenizer: Pr
     """Return the `eos_token_ids` of a model before it is loaded: `settings` is its configuration."""
     name = config.model_name_or_path
     try:
-        path = find_file(base_of(name) or name, "generation_config.json")
-        made = None if path is None else GenerationConfig.from_pretrained(Path(path).parent)
-    except OSError:  # a damaged file, which transformers takes for none when it loads the model
-        made = None
-    return _end_ids(made or GenerationConfig.from_model_config(settings), tokenizer)
+        made = GenerationConfig.from_pretrained(base_of(name) or name)
+    except OSError:  # none, or a damaged file, which transformers takes for none when it loads the model
+        made = GenerationConfig.from_model_config(settings)
+    return _end_ids(made, tokenizer)
 
 
 def _end_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -238,10 +238,8 @@ class Head:
         # bfloat16 keeps 8 bits: the model's own logits are that coarse.
         most, most_between = (1e-4, 1e-4) if hidden.dtype == torch.float32 else (0.03, 0.3)
         if not (difference <= most and between <= most_between):
-            raise ConfigError(
-                f"{name} does something to its logits that grpo/model/logprobs.py does not know (relative difference "
-                f"{max(difference, between):.1e}): add it to Head, or use another model"
-            )
+            reason = f"does something to its logits that Head does not know (by {max(difference, between):.1e} of them)"
+            raise ConfigError(f"{name} {reason}: add it to grpo/model/logprobs.py, or use another model")
 
 
 class _Logprobs(torch.autograd.Function):

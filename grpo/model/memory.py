@@ -360,13 +360,12 @@ def server_report(config: ServerConfig) -> str:
     lines = [
         f"{config.model_name_or_path}: {count:,} parameters. Computed from its configuration, no weights were loaded.",
         "",
-        f"On this machine ({device.type}, {name_of(dtype)}, quantization {config.quantization}; {measured}),",
+        f"On this machine ({device.type}, {dtype}, quantization {config.quantization}; {measured}),",
         f"with a forward pass of {budget:,} tokens (--max_batch_tokens), MiB:",
         *term_lines(batch),
         _line(f"one sequence of {longest:,} tokens", alone.total, "together; --max_length lowers it"),
         "",
-        f"On a card (cuda, {name_of(card_dtype)}, quantization {config.quantization}): the same formula, not measured "
-        "there.",
+        f"On a card (cuda, {card_dtype}, quantization {config.quantization}): the same formula, not measured there.",
         f"{_ASSUMPTIONS}; groups of {GROUP}.",
         f"No sequence may be longer than --max_batch_tokens, or than {longest:,} tokens.",
         f"{'card':>6}  --max_batch_tokens",
@@ -404,7 +403,7 @@ def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
     """Return the lines on the memory of a rank on this machine."""
     device_type = memory.device_type
     measured = "compared with one run on an H100" if device_type == "cuda" else "compared with measured peaks"
-    here = f"Memory of a rank on this machine ({device_type}, {name_of(dtype)}; {measured}), MiB"
+    here = f"Memory of a rank on this machine ({device_type}, {dtype}; {measured}), MiB"
     lines = [f"{here}; times {ranks} for all ranks:", *term_lines(memory)]
     if memory.host:
         size, local_ranks = total(memory.host), int(os.environ.get("LOCAL_SIZE", ranks))
@@ -419,7 +418,7 @@ def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
 
 def change_lines(memories: dict[str, Memory], dtype: torch.dtype) -> list[str]:
     """Return lines on the smallest card for a rank, of the run as it is set and with each change."""
-    changed = f"On a card for each rank (cuda, {name_of(dtype)}), as set and with one setting changed"
+    changed = f"On a card for each rank (cuda, {dtype}), as set and with one setting changed"
     lines = [f"{changed}: the same formula, compared with one run on an H100.", f"{_ASSUMPTIONS}."]
     for change, memory in memories.items():
         card = smallest_card(memory)
@@ -444,7 +443,3 @@ def _lines(terms: Terms) -> list[str]:
 
 def _line(name: str, size: int, note: str = "") -> str:
     return f"  {name:<34}{size / MIB:>10,.0f}  {note}".rstrip()
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -129,15 +129,16 @@ class Batcher:
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         predicted = predicted or [None] * len(sequences)
         if longest <= self.longest_packed:
-            groups = by_prompt(sequences, range(len(sequences)))
-            return _pack(sequences, predicted, groups, self.vision, device)
-        return _pad(sequences, predicted, self.pad_token_id, self.vision, device)
+            layout = _packed(sequences, by_prompt(sequences, range(len(sequences))), self.vision)
+        else:
+            layout = _padded(sequences, self.pad_token_id, self.vision)
+        return _batch(sequences, predicted, layout, self.vision, device)
 
 
 def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: torch.device | str) -> Batch:
     """Make a packed batch of prompts alone, in their order, equal ones too."""
-    groups = [[index] for index in range(len(prompts))]
-    return _pack([(prompt, []) for prompt in prompts], [None] * len(prompts), groups, vision, device)
+    sequences, groups = [(prompt, []) for prompt in prompts], [[index] for index in range(len(prompts))]
+    return _batch(sequences, [None] * len(prompts), _packed(sequences, groups, vision), vision, device)
 
 
 def by_prompt(sequences: Sequence[tuple[Ids, Ids]], indices: Sequence[int]) -> list[list[int]]:
@@ -177,13 +178,19 @@ def _cut_padded(lengths: list[int], indices: list[int], budget: int) -> list[lis
     return batches
 
 
-def _pack(
-    sequences: Sequence[tuple[Ids, Ids]],
-    predicted: Sequence[np.ndarray | None],
-    groups: list[list[int]],
-    vision: Vision | None,
-    device: torch.device | str,
-) -> Batch:
+class _Layout(NamedTuple):
+    """Where everything is in a batch."""
+
+    ids: np.ndarray
+    position_ids: np.ndarray | None
+    tree: Tree | None
+    places: list[np.ndarray]
+    """of each sequence, what predicts its completion, in the flattened ids"""
+    prompts: list[tuple[Ids, int]]
+    """each with where it begins in the flattened ids"""
+
+
+def _packed(sequences: Sequence[tuple[Ids, Ids]], groups: list[list[int]], vision: Vision | None) -> _Layout:
     ids, positions, blocks = [], [], []
     prompts: list[tuple[Ids, int]] = []
     lengths: list[tuple[int, list[int]]] = []
@@ -208,16 +215,10 @@ def _pack(
             start += count
     row = np.concatenate(ids)[None]
     position_ids = np.expand_dims(_joined(positions), -2)
-    return _batch(sequences, predicted, row, position_ids, Tree(lengths, blocks), places, prompts, vision, device)
+    return _Layout(row, position_ids, Tree(lengths, blocks), places, prompts)
 
 
-def _pad(
-    sequences: Sequence[tuple[Ids, Ids]],
-    predicted: Sequence[np.ndarray | None],
-    pad_token_id: int,
-    vision: Vision | None,
-    device: torch.device | str,
-) -> Batch:
+def _padded(sequences: Sequence[tuple[Ids, Ids]], pad_token_id: int, vision: Vision | None) -> _Layout:
     width = max(len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences)
     ids = np.full((len(sequences), width), pad_token_id, np.int64)
     places, prompts = [], []
@@ -232,21 +233,17 @@ def _pad(
         of_prompts = [_positions(prompt, vision) for prompt, _ in prompts]
         rows = [_joined([part, _following(part, width - part.shape[-1])]) for part in of_prompts]
         position_ids = np.stack([np.broadcast_to(row, (3, width)) for row in rows], axis=1)
-    return _batch(sequences, predicted, ids, position_ids, None, places, prompts, vision, device)
+    return _Layout(ids, position_ids, None, places, prompts)
 
 
 def _batch(
     sequences: Sequence[tuple[Ids, Ids]],
     predicted: Sequence[np.ndarray | None],
-    ids: np.ndarray,
-    position_ids: np.ndarray | None,
-    tree: Tree | None,
-    places: list[np.ndarray],
-    prompts: list[tuple[Ids, int]],
+    layout: _Layout,
     vision: Vision | None,
     device: torch.device | str,
 ) -> Batch:
-    """Make the tensors: `places` predict each sequence's completion, and each prompt begins somewhere in the ids."""
+    ids, position_ids, tree, places, prompts = layout
     completions = [np.asarray(completion, np.int64) for _, completion in sequences]
     marks = [np.ones(len(of), bool) if some is None else some for of, some in zip(completions, predicted, strict=True)]
     arrays = [np.concatenate(values)[np.concatenate(marks)] for values in (places, completions)]

@@ -64,10 +64,8 @@ def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | Non
     of_group = padded.split([len(completion) for _, completion in sequences])[4:]
     difference = distance(shortened, torch.cat([logprobs[:2] for logprobs in of_group]))
     if not difference <= refused_distance(model, effect):
-        raise ConfigError(
-            f"{name} gives a token another log-prob when other tokens follow it (by {difference:.1e} on average), so "
-            "it is no causal model: use another one"
-        )
+        reason = f"gives a token another log-prob when other tokens follow it (by {difference:.1e} on average)"
+        raise ConfigError(f"{name} {reason}, so it is no causal model: use another one")
     answer = _answer(model, batcher)
     difference = distance(answer.logprobs, padded)
     reason = f"{name} gives other log-probs (by {difference:.1e} on average) while its layers recompute activations"

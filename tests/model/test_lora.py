@@ -5,7 +5,6 @@ Adapters to begin with are written by peft alone, as a fine-tuning tool writes t
 
 import json
 import os
-import shutil
 import warnings
 
 import pytest
@@ -15,6 +14,8 @@ from adapters import (
     PAIRS,
     TARGETS,
     by_hand,
+    copied,
+    equal,
     exact,
     move,
     peft,
@@ -60,10 +61,6 @@ def adapters(model_folder, tmp_path_factory):
         kind: write_adapter(tmp_path_factory.mktemp("adapters") / kind, model_folder, r=4, lora_alpha=6, **settings)
         for kind, settings in KINDS.items()
     }
-
-
-def equal(one, other) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def exact_gradient(model_folder, adapter, loss) -> dict[str, torch.Tensor]:
@@ -276,14 +273,6 @@ def test_the_tokenizer_is_the_adapters_own_or_its_bases(model_folder, tokenizer,
     own.add_tokens(["<own>"])
     own.save_pretrained(folder)
     assert "<own>" in load_tokenizer(config).get_vocab()
-
-
-def copied(adapter, folder, **changes) -> str:
-    """An adapter with other settings than its own."""
-    shutil.copytree(adapter, folder)
-    settings = json.loads((folder / "adapter_config.json").read_text()) | changes
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return str(folder)
 
 
 def fingerprint(model, tokenizer) -> str:
