@@ -203,11 +203,15 @@ def test_answers_longer_than_a_pass_and_than_a_block_of_queries(qwen, tokenizer,
     sampler = continuous(
         qwen, tokenizer, Scripted(ENDS, lambda drawn, turn: None if turn else answer[: 30 * len(drawn)]), length=400
     )
-    feed, passes = SharedCache.feed, []
-    monkeypatch.setattr(SharedCache, "feed", lambda cache, fed: (passes.append(fed), feed(cache, fed)))
+    extend, counts = SharedCache.extend, []
+
+    def counted(cache, layer, key, value):
+        counts.extend([[row.count for row in cache.fed]] if layer == 0 else [])
+        return extend(cache, layer, key, value)
+
+    monkeypatch.setattr(SharedCache, "extend", counted)
     groups = sampler.sample(EXAMPLES, 3, 1.0, 3, ids=PLACES)
     assert_rounded(logprobs_of(groups), scored(qwen, groups, 1.0))
-    counts = [[row.count for row in fed] for fed in passes]
     assert len(counts) > 2 and max(map(max, counts)) == 301 and max(map(len, counts)) > 1
     assert all(sum(part) <= 330 for part in counts)
 
