@@ -35,6 +35,7 @@ from step_worker import own_share, read_config
 from trainer_runs import lines, options, plain_python, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
