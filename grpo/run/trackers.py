@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grpo.config.errors import ConfigError
 from grpo.config.record_settings import RecordSection
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 Samples = list[dict[str, Any]]
 
 
-class Tracker(Protocol):
+class Tracker:
     """A service that shows a run's numbers."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -35,7 +36,7 @@ class Tracker(Protocol):
         """Send what is left, and end."""
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Write event files into the run's folder, without completions."""
 
     def __init__(self, folder: Path, after: int):
@@ -48,94 +49,45 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()  # a thread writes them: a kill would lose steps that a checkpoint has
 
-    def completions(self, step: int, phase: str, samples: Samples) -> None:
-        pass
-
     def close(self) -> None:
         self._writer.close()
 
 
-class _Service:
-    """Send through a client with wandb's interface."""
+class Wandb(Tracker):
+    """Weights & Biases, or a service whose client has the interface of wandb's."""
 
-    _run: Any
-    _table: Any
-    """the client's class of a table"""
+    def __init__(self, service: str, config: TrainerConfig, folder: Path, run_id: str):
+        """`service` is the client's module: wandb, trackio or swanlab."""
+        name, options = {
+            "wandb": (os.environ.get("WANDB_NAME", folder.name), {"id": run_id, "dir": str(folder)}),
+            "trackio": (f"{folder.name}-{run_id}", {}),  # it continues a run by its name
+            "swanlab": (folder.name, {"id": run_id, "log_dir": str(folder / "swanlog")}),
+        }[service]
+        self._client = importlib.import_module(service)
+        project = os.environ.get(f"{service.upper()}_PROJECT", "grpo")
+        self._run = self._client.init(project=project, name=name, resume="allow", config=asdict(config), **options)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def completions(self, step: int, phase: str, samples: Samples) -> None:
-        self._run.log({f"completions/{phase}": self._show(samples)}, step=step)
+        if self._client.__name__ == "swanlab":  # it has no tables
+            shown: Any = [self._text(sample) for sample in samples]
+        else:
+            columns = to_columns(samples)
+            rows = [list(row) for row in zip(*columns.values(), strict=True)]
+            shown = self._client.Table(columns=list(columns), data=rows)
+        self._run.log({f"completions/{phase}": shown}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
-    def _show(self, samples: Samples) -> Any:
-        columns, rows = to_table(samples)
-        return self._table(columns=columns, data=rows)
+    def _text(self, sample: dict[str, Any]) -> Any:
+        caption = ", ".join(f"{name} {sample[name]}" for name in ("reward", "correct") if name in sample)
+        return self._client.Text(f"{sample['prompt']}\n\n{sample['completion']}", caption=caption)
 
 
-class Wandb(_Service):
-    """Weights & Biases."""
-
-    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
-        import wandb
-
-        self._table = wandb.Table
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "grpo"),
-            name=os.environ.get("WANDB_NAME", folder.name),
-            id=run_id,
-            resume="allow",
-            dir=str(folder),
-            config=asdict(config),
-        )
-
-
-class Trackio(_Service):
-    """Trackio. It continues a run by its name, so the name ends with the id."""
-
-    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
-        import trackio
-
-        self._table = trackio.Table
-        self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "grpo"),
-            name=f"{folder.name}-{run_id}",
-            resume="allow",
-            config=asdict(config),
-        )
-
-
-class SwanLab(_Service):
-    """SwanLab. It shows a completion as a text below its prompt."""
-
-    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
-        import swanlab
-
-        self._text = swanlab.Text
-        self._run = swanlab.init(
-            project=os.environ.get("SWANLAB_PROJECT", "grpo"),
-            name=folder.name,
-            id=run_id,
-            resume="allow",
-            log_dir=str(folder / "swanlog"),
-            config=asdict(config),
-        )
-
-    def _show(self, samples: Samples) -> Any:
-        facts = [name for name in ("reward", "correct") if samples and name in samples[0]]
-        return [
-            self._text(
-                f"{sample['prompt']}\n\n{sample['completion']}",
-                caption=", ".join(f"{name} {sample[name]}" for name in facts),
-            )
-            for sample in samples
-        ]
-
-
-class Mlflow:
+class Mlflow(Tracker):
     """MLflow. It gives its runs ids of its own, so the run to continue is found by a tag."""
 
     def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
@@ -166,10 +118,8 @@ class Mlflow:
         self._mlflow.log_metrics(names, step=step, synchronous=False)
 
     def completions(self, step: int, phase: str, samples: Samples) -> None:
-        columns, rows = to_table(samples)
-        table = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
         with self._warned():
-            self._mlflow.log_table(table, f"completions/{phase}-{step:06}.json")
+            self._mlflow.log_table(to_columns(samples), f"completions/{phase}-{step:06}.json")
 
     def close(self) -> None:
         with self._warned():
@@ -184,7 +134,7 @@ class Mlflow:
             log.warning("MLflow: %s", " ".join(str(error).split())[:300])
 
 
-SERVICES = {"wandb": Wandb, "trackio": Trackio, "swanlab": SwanLab, "mlflow": Mlflow}
+SERVICES = "wandb", "trackio", "swanlab", "mlflow"
 """the services whose clients must be installed, by the client's module"""
 
 
@@ -194,13 +144,15 @@ def open_trackers(config: TrainerConfig, folder: Path, after: int) -> list[Track
     trackers: list[Tracker] = []
     if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
         trackers.append(TensorBoard(folder, after))
-    services = [service for name, service in SERVICES.items() if name in config.report_to]
+    services = [service for service in SERVICES if service in config.report_to]
     if services:
         kept = folder / "run_id"
         if after == -1 or not kept.exists():
             kept.write_text(secrets.token_hex(4), encoding="utf-8")
         run_id = kept.read_text(encoding="utf-8").strip()
-        trackers += [service(config, folder, run_id) for service in services]
+        for service in services:
+            mlflow = service == "mlflow"
+            trackers.append(Mlflow(config, folder, run_id) if mlflow else Wandb(service, config, folder, run_id))
     return trackers
 
 
@@ -211,7 +163,7 @@ def check_report_to(config: RecordSection) -> None:
             raise ConfigError(f"report_to='{name}': it is not installed: 'pip install {name}', or leave it out")
 
 
-def to_table(samples: Samples) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and rows; a cell that a sample does not have is None."""
-    columns = list(dict.fromkeys(name for sample in samples for name in sample))
-    return columns, [[sample.get(name) for name in columns] for sample in samples]
+def to_columns(samples: Samples) -> dict[str, list[Any]]:
+    """Return the values of all samples by column; None where a sample does not have it."""
+    columns = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: [sample.get(name) for sample in samples] for name in columns}
