@@ -16,10 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, TextIO
+
+import psutil
 
 from grpo.config.errors import first_here, say_once
 
@@ -35,16 +37,17 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        parent = os.getppid()
-        self.process = parent if _is_launcher(parent) else 0
+        above = psutil.Process().parents()
+        self.process = above[0].pid if above and _is_launcher(above[0]) else 0
         """the lower process's id; 0 without a launcher"""
         self.on_gone: Callable[[], None] = _end_before_first_step
         """the function that the thread calls when one of them is gone"""
         self._upper_process = _parent(self.process) if self.process else 0
         if self.process:
             threading.Thread(target=self._watch, name="launcher", daemon=True).start()
-        # Only the launcher sets this variable (`deepspeed --launcher mpich` sets LOCAL_SIZE too): it has ended already.
-        elif "CROSS_SIZE" in os.environ and not any(map(_is_launcher, _ancestors())):
+        # Only the launcher sets this variable (`deepspeed --launcher mpich` sets LOCAL_SIZE too): it has ended already,
+        # unless a wrapper that the user names stands between it and the rank.
+        elif "CROSS_SIZE" in os.environ and not any(map(_is_launcher, above)):
             _end_before_first_step()
 
     def _watch(self) -> None:
@@ -87,7 +90,8 @@ class StopSignals:
                 self._handle(number)
 
     def _handle(self, number: int) -> None:
-        if number == signal.SIGTERM and self._launcher and _count_children(self._launcher) < _ranks_per_machine():
+        ranks_here = int(os.environ.get("LOCAL_SIZE", "1"))
+        if number == signal.SIGTERM and self._launcher and _count_children(self._launcher) < ranks_here:
             os._exit(128 + number)  # another rank has died, and the launcher ends the rest
         if not self.asked:
             self._ask(number, signal.Signals(number).name)
@@ -156,23 +160,10 @@ def _end_before_first_step() -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def _is_launcher(process: int) -> bool:
-    try:
-        return b"deepspeed.launcher.launch" in Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def _ranks_per_machine() -> int:
-    return int(os.environ.get("LOCAL_SIZE", "1"))
-
-
-def _ancestors() -> Iterator[int]:
-    """Yield the processes above this one. A wrapper that the user names may stand between launcher and rank."""
-    process = os.getppid()
-    while process > 0:
-        yield process
-        process = _parent(process)
+def _is_launcher(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "deepspeed.launcher.launch" in process.cmdline()
+    return False
 
 
 def _is_orphan(process: int) -> bool:
@@ -180,28 +171,24 @@ def _is_orphan(process: int) -> bool:
 
     A process has its parent's session or leads a session of its own; the process that adopts an orphan has another one.
     """
-    session, parent_session = (_stat(number)[3:4] for number in (process, _parent(process)))
-    return bool(parent_session) and session not in (parent_session, [str(process)])
-
-
-def _count_children(process: int) -> int:
-    """Count the processes that it started and that have not ended."""
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:  # it is gone, or this kernel keeps no such list: then no rank is known to be missing
-        return _ranks_per_machine() if _stat(process) else 0
-    return sum(_stat(int(child))[:1] not in ([], ["Z"]) for child in children)
+    with suppress(psutil.Error, ProcessLookupError):
+        if parent := _parent(process):
+            return os.getsid(process) not in (os.getsid(parent), process)
+    return False
 
 
 def _parent(process: int) -> int:
     """Return the parent's id; 0 if the process is gone."""
-    stat = _stat(process)
-    return int(stat[1]) if stat else 0
+    with suppress(psutil.Error):
+        return psutil.Process(process).ppid()
+    return 0
 
 
-def _stat(process: int) -> list[str]:
-    """Return state, parent and more, as proc(5) has them after the name; empty if the process is gone."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+def _count_children(process: int) -> int:
+    """Count the processes that it started and that have not ended."""
+    count = 0
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process).children():
+            with suppress(psutil.NoSuchProcess):
+                count += child.status() != psutil.STATUS_ZOMBIE
+    return count
