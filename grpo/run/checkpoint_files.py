@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -66,10 +65,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def readable(run: Path) -> dict[Path, dict[str, Any]]:
-    """Return progress.json of each undamaged checkpoint of this format, the oldest first.
-
-    A damaged checkpoint must not keep the run from saving new ones. It is reported when a run resumes from it.
-    """
+    """Return progress.json of each checkpoint of this format, the oldest first, if it is undamaged: a damaged one is
+    reported when a run resumes, and must not keep it from saving new ones."""
     contents = {}
     for checkpoint in checkpoints(run):
         with suppress(Damaged):
@@ -89,14 +86,6 @@ def finished_steps(run: Path) -> int:
 def step_of(checkpoint: Path) -> int:
     """Return the step in the checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
-
-
-def best(values: dict[Path, float | None]) -> Path | None:
-    """Return the newest of the checkpoints with the highest value; None and NaN are no values."""
-    ranking = {
-        path: (value, step_of(path)) for path, value in values.items() if value is not None and not math.isnan(value)
-    }
-    return max(ranking, key=ranking.get, default=None)
 
 
 def write_progress(folder: Path, content: dict[str, Any]) -> None:
@@ -138,11 +127,8 @@ def sum_files(folder: Path, names: Iterable[str]) -> Sums:
 
 
 def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Return the first damage of the checkpoint, or None.
-
-    Checks progress.json, and of `shares` equal parts of the other files part number `share`. Raises ConfigError for a
-    checkpoint of another format.
-    """
+    """Return the first damage of progress.json, and of part number `share` of `shares` parts of the other files; or
+    None. Raises ConfigError for a checkpoint of another format."""
     try:
         content = read_progress(checkpoint)
     except Damaged as damaged:
@@ -151,14 +137,12 @@ def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
     written: Sums = content["files"]
 
     def check_file(name: str) -> str | None:
-        size, _ = written[name]
+        path, (size, _) = checkpoint / name, written[name]
         try:
-            size_now = (checkpoint / name).stat().st_size
-            if size_now != size:
-                return f"{name} has {size_now} bytes and had {size}"
-            return None if _sum_file(checkpoint / name) == written[name] else f"{name} is not as it was written"
+            is_whole = path.stat().st_size == size and _sum_file(path) == written[name]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+        return None if is_whole else f"{name} is not as it was written"
 
     names = sorted(written, key=lambda name: (written[name][0], name), reverse=True)
     with ThreadPoolExecutor(_THREADS) as threads:

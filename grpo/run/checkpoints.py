@@ -8,6 +8,7 @@ drawn and not yet trained on, `progress.json` the rest. Unpickling runs code: re
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import random
@@ -30,16 +31,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.lora import trained_alone
 from grpo.model.pictures import PictureProcessor
-from grpo.run.checkpoint_files import (
-    PROGRESS,
-    Sums,
-    best,
-    checkpoints,
-    read_progress,
-    readable,
-    sum_files,
-    write_progress,
-)
+from grpo.run.checkpoint_files import PROGRESS, Sums, checkpoints, read_progress, readable, sum_files, write_progress
 from grpo.run.collective import from_first, gather
 from grpo.run.description import RunDescription, check_same
 from grpo.run.exit import how_to_continue
@@ -130,16 +122,14 @@ class Checkpoints:
         """`folder` is the run's. `model` is the fingerprint of the initial policy, `reference` that of the reference
         servers' model (empty without servers). The highest value of the evaluation's metric `best_by` makes a
         checkpoint the best."""
+        self.identity = description.identity(model)
         self._config, self._folder, self._tokenizer = config, folder, tokenizer
         self._description, self._model, self._reference = description, model, reference
         self._rank, self._best_by, self._processor = rank, best_by, processor
         self._is_partly_frozen = config.use_peft or config.freeze_vision_tower
-        for unfinished in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
-            shutil.rmtree(unfinished)
-
-    def identity(self) -> str:
-        """Return RunDescription.identity."""
-        return self._description.identity(self._model)
+        if rank == 0:
+            for unfinished in [*folder.glob("*.unfinished"), *folder.glob("*.old")]:
+                shutil.rmtree(unfinished)
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint, or 0: nothing before it is needed any more."""
@@ -156,17 +146,18 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            model, step = engine.module, progress.step
-            write_model(model, self._tokenizer, unfinished, self._config, step, processor=self._processor)
+            tokenizer, processor = self._tokenizer, self._processor
+            write_model(engine.module, tokenizer, unfinished, self._config, progress.step, processor=processor)
 
         def save_rank() -> None:
             with open(unfinished / f"rank-{self._rank}.pickle", "wb") as file:
-                pickle.dump({"random": random_states(), "batches": self._untrained(progress)}, file)
+                is_trained_on = progress.round != progress.step // self._config.updates_per_round
+                pickle.dump({"random": random_states(), "batches": [] if is_trained_on else progress.batches}, file)
+            # Each rank sums the files that it wrote: its machine still has them in memory.
             names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
             sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self._rank]))
 
         def put_together() -> None:
-            # Each rank sums the files that it wrote: its machine still has them in memory.
             files = dict(sorted(item for of_rank in sums_by_rank for item in of_rank.items()))
             shared = {name: getattr(progress, name) for name in SHARED}
             write_progress(unfinished, self._description.fields | {"model": self._model} | shared | {"files": files})
@@ -186,7 +177,13 @@ class Checkpoints:
         if failure is not None:
             if self._rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            raise SaveError(self._explain(failure, final, engine))
+            # The trained weights, for others and for DeepSpeed, and in float32 with AdamW's two moments.
+            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+            size = sum(2 * parameter.nbytes + 12 * parameter.numel() for parameter in trained) >> 20
+            raise SaveError(
+                f"{final} could not be saved: {failure}: nothing was left there. It takes about {size} MiB: make room; "
+                f"{self.way_on()}"
+            )
         if self._rank == 0:
             self._delete_old()
             log.info("saved %s", final)
@@ -199,16 +196,6 @@ class Checkpoints:
         except Exception:
             torch.distributed.barrier()  # save_checkpoint ends with one, in which the other ranks wait
             raise
-
-    def _explain(self, failure: str, final: Path, engine) -> str:
-        """Return the message for a checkpoint that could not be saved."""
-        last = next(reversed(readable(self._folder)), None)
-        # The trained weights, for others and for DeepSpeed, and in float32 with AdamW's two moments.
-        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        size = sum(2 * parameter.nbytes + 12 * parameter.numel() for parameter in trained) >> 20
-        remedy = "A file has that name: move it away" if final.is_file() else f"It takes about {size} MiB: make room"
-        way_on = f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again"
-        return f"{final} could not be saved: {failure}: nothing was left there. {remedy}, and {way_on}"
 
     def leave(self, engine, progress: Progress) -> str:
         """Save a checkpoint of this step unless it exists; return how to continue from it. Raises SaveError."""
@@ -227,8 +214,7 @@ class Checkpoints:
     def load(self, checkpoint: Path, engine) -> Progress:
         """Restore this rank and its engine from the checkpoint. Its requests to the reference are lost.
 
-        Raises ConfigError, with the difference, for a checkpoint of another model or reference. RunDescription.check
-        compares the rest before.
+        Raises ConfigError for another model or reference; RunDescription.check has compared the rest before.
         """
         saved, run = read_progress(checkpoint), self._description.fields
         remedy = "set model_name_or_path to the same model"
@@ -251,8 +237,8 @@ class Checkpoints:
                 load(str(universal))
                 put_steps(engine.basic_optimizer)
 
-            failure = self._failure_of(partial(to_universal, checkpoint / ENGINE, universal / ENGINE), on_all=False)
-            failure = failure or self._failure_of(load_universal, on_all=True)
+            rearrange = partial(to_universal, checkpoint / ENGINE, universal / ENGINE)
+            failure = self._failure_of(rearrange, on_all=False) or self._failure_of(load_universal, on_all=True)
             if self._rank == 0:
                 shutil.rmtree(universal, ignore_errors=True)
             if failure:
@@ -272,10 +258,6 @@ class Checkpoints:
         """Return the steps after which the policy became a reference that a checkpoint needs; {0} without one."""
         return {saved["ref_step"] for saved in readable(self._folder).values()} or {0}
 
-    def _untrained(self, progress: Progress) -> list[StepBatch]:
-        """Return the round's batches, or none if all were trained on."""
-        return progress.batches if progress.round == progress.step // self._config.updates_per_round else []
-
     def _failure_of(self, action: Callable[[], None], on_all: bool) -> str | None:
         """Run the action on every rank or on the first. Return the first failure of a rank, or None, on all ranks."""
         failure = None
@@ -284,8 +266,8 @@ class Checkpoints:
                 action()
             # After any error of any rank the other ranks must not continue as if the checkpoint existed.
             except Exception as error:
-                reason = f"{getattr(error, 'strerror', None) or error}{describe_room(self._folder)}"
-                failure = f"{reason} (rank {self._rank})"
+                reason = getattr(error, "strerror", None) or error
+                failure = f"{reason}{describe_room(self._folder)} (rank {self._rank})"
         return next(filter(None, gather(failure)), None)
 
     def _delete_old(self) -> None:
@@ -293,8 +275,10 @@ class Checkpoints:
         limit, by_path = self._config.save_total_limit, readable(self._folder)
         if limit == 0:
             return
-        values = {path: saved["evaluated"].get(self._best_by) for path, saved in by_path.items()}
-        keep = {*[*by_path][-limit:], best(values)}
+        values = {path: saved["evaluated"].get(self._best_by) for path, saved in reversed(by_path.items())}
+        known = [path for path, value in values.items() if value is not None and not math.isnan(value)]
+        best = max(known, key=values.get, default=None)  # the newest of equal ones
+        keep = {*[*by_path][-limit:], best}
         for old in checkpoints(self._folder):
             if old not in keep:
                 # A rename ends it as a checkpoint at once: a kill while files are deleted leaves no half of one.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import shlex
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -25,10 +25,8 @@ from grpo.config.trainer import TrainerConfig
 from grpo.run.collective import gather
 from grpo.run.description import LIBRARIES
 from grpo.run.folder import SaveError
-from grpo.run.json_lines import keep_pictures, read_record, some_of, to_json
+from grpo.run.json_lines import keep_pictures, read_record, to_json
 from grpo.run.trackers import open_trackers
-
-log = logging.getLogger(__name__)
 
 BAD_STEPS = "bad_steps.jsonl"
 """the file of a run with the completions of the steps that were skipped"""
@@ -52,14 +50,11 @@ class Recorder:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append a step's line. Raises SaveError if the file is no longer in the run's folder."""
-        try:
-            is_same_file = os.path.samestat(os.stat(self._metrics.name), os.fstat(self._metrics.fileno()))
-        except FileNotFoundError:
-            is_same_file = False
-        if not is_same_file:
+        path = Path(self._metrics.name)
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._metrics.fileno())):
             raise SaveError(
-                f"{self._metrics.name} was moved, replaced or deleted while the run was writing it: put the run's "
-                "folder back and start the run again, or begin a new one"
+                f"{path} was moved, replaced or deleted while the run was writing it: put the run's folder back and "
+                "start the run again, or begin a new one"
             )
         self._metrics.write(to_json({"step": step, **values}))
         for tracker in self._trackers:
@@ -90,38 +85,29 @@ def _cut_after(path: Path, step: int) -> None:
     """Cut off all after the last line of this step. A killed run may end within a line. Damaged lines before it stay:
     readers leave them out."""
     if not path.exists():
-        if step > 0 and path.name != BAD_STEPS:
-            log.warning("%s is not there: its records of the steps up to %d are lost", path, step)
         return
-    damaged: list[int] = []
     with open(path, "rb+") as file:
-        kept_bytes = last_kept = bytes_read = 0
-        for number, line in enumerate(file, 1):
+        kept_bytes = bytes_read = 0
+        for line in file:
             bytes_read += len(line)
-            record = read_record(line)
-            if record is None:
-                damaged.append(number)
-            elif record["step"] > step or not line.endswith(b"\n"):
+            if (record := read_record(line)) is None:
+                continue
+            if record["step"] > step or not line.endswith(b"\n"):
                 break
-            else:
-                kept_bytes, last_kept = bytes_read, number
+            kept_bytes = bytes_read
         file.truncate(kept_bytes)
-    if damaged := [number for number in damaged if number < last_kept]:
-        log.warning("damaged lines of %s that are left out: %s", path, some_of(damaged))
 
 
 def describe_start(step: int, device: torch.device) -> dict[str, Any]:
-    """Describe this start of a run, which continues after `step`: time, command line, ranks, hosts, versions, commit.
-
-    All ranks call it together: `hosts` has the device of every rank, by host.
-    """
+    """Describe this start of a run, which continues after `step`. All ranks call it together: `hosts` has their devices
+    by host."""
     versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     with suppress(PackageNotFoundError):  # a checkout is not installed, and has a commit
         versions["grpo-ref-split"] = version("grpo-ref-split")
-    hosts: dict[str, list[str]] = {}
+    hosts = defaultdict[str, list[str]](list)
     devices = gather((socket.gethostname(), torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"))
     for host, name in devices:
-        hosts.setdefault(host, []).append(name)
+        hosts[host].append(name)
     return {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -144,15 +130,9 @@ def commit_of(repository: Path) -> str | None:
     """Return the checked-out git commit, with "-dirty" if a tracked file is changed; None without a checkout or git."""
     if not (repository / ".git").exists():  # an installed program may lie within a checkout of something else
         return None
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        told = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(repository), *describe],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        shown = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return told.stdout.strip() or None
+    return shown.stdout.strip() or None

@@ -35,12 +35,12 @@ BEAT = 5.0
 """seconds between two reports of a rank"""
 SHOWN = 8
 """ranks that a log line names at most"""
-
-# A step's phases in order.
-_ORDER = (
+PHASES = (
     *("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_ref", "update", "optimizer"),
     "publish_ref",
 )
+"""a step's phases in order"""
+
 # Lines in these folders or in this file do not tell the position of a rank.
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
@@ -55,7 +55,7 @@ class Position:
     """number of the report"""
     step: int
     after: float
-    """the rank's place in its step: that of its outermost phase in _ORDER; half a place more between phases"""
+    """the rank's place in its step: that of its outermost phase in PHASES; half a place more between phases"""
     phase: str
     """the innermost phase that the rank is in; empty between phases"""
     line: str
@@ -64,10 +64,6 @@ class Position:
     """every line of the thread that does the work"""
     waits: bool
     """whether the rank is within a collective"""
-
-    @property
-    def place(self) -> tuple[int, float, str, bool]:
-        return self.step, self.after, self.phase, self.waits
 
 
 @dataclass
@@ -83,12 +79,12 @@ class RankState:
     """when its stack changed"""
 
     def update(self, position: Position, now: float) -> None:
-        if position.beat != self.position.beat:
-            self.reported = now
-        if position.place != self.position.place:
-            self.moved = now
-        if position.stack != self.position.stack:
-            self.worked = now
+        def changed(*names: str) -> bool:
+            return any(getattr(position, name) != getattr(self.position, name) for name in names)
+
+        self.reported = now if changed("beat") else self.reported
+        self.moved = now if changed("step", "after", "phase", "waits") else self.moved
+        self.worked = now if changed("stack") else self.worked
         self.position = position
 
 
@@ -106,10 +102,9 @@ class Watchdog:
         self._silent: list[int] = []  # ranks that have sent no report yet
         self._began = self._answered = time.monotonic()
         self._closed = threading.Event()
-        worker = threading.get_ident()
         # Two threads: a request to a process that is stopped waits for ever, whatever the store's time-out.
-        for name, work in (("report", lambda: self._report(worker)), ("watch", self._watch)):
-            threading.Thread(target=work, name=name, daemon=True).start()
+        threading.Thread(target=self._report, args=[threading.get_ident()], name="report", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -149,8 +144,7 @@ class Watchdog:
         while not self._closed.wait(BEAT):
             now = time.monotonic()
             patience = PATIENCE if self.met else PATIENCE / 2  # the first collective takes seconds
-            stall = self._find_stall(now, times * patience)
-            if stall is not None:
+            if (stall := self._find_stall(now, times * patience)) is not None:
                 times *= 2
                 text, is_mine = stall
                 if is_mine:
@@ -163,10 +157,10 @@ class Watchdog:
         if silent := self._silent:
             if now - self._began <= patience:
                 return None
-            first = next(rank for rank in range(self._world_size) if rank not in silent)
+            heard = [rank for rank in range(self._world_size) if rank not in silent]
             shown = ", ".join(map(str, silent[:SHOWN])) + (", ..." if len(silent) > SHOWN else "")
-            waiting = f"{self._world_size - len(silent)} of {self._world_size} ranks wait since {_clock(self._began)}"
-            return f"{waiting}: there is no word of rank {shown}", self._rank == first
+            waiting = f"{len(heard)} of {self._world_size} ranks wait since {_clock(self._began)}"
+            return f"{waiting}: there is no word of rank {shown}", self._rank == heard[0]
         if self._states and now - self._answered > patience:
             text = (
                 f"rank 0 on {os.environ['MASTER_ADDR']} has not answered since {_clock(self._answered)}, "
@@ -190,7 +184,7 @@ class Watchdog:
                 line = f"{os.path.basename(file)}:{frame.f_lineno} in {function}"
             frame = frame.f_back
         phases, ended = [*self.clock.open], self.clock.ended
-        after = _ORDER.index(phases[0]) if phases else _ORDER.index(ended) + 0.5 if ended else -0.5
+        after = PHASES.index(phases[0]) if phases else PHASES.index(ended) + 0.5 if ended else -0.5
         phase = phases[-1] if phases else ""
         return Position(socket.gethostname(), os.getpid(), beat, self.step, after, phase, line, stack, waits)
 
@@ -202,8 +196,9 @@ def held_up_by(states: dict[int, RankState], now: float, patience: float) -> lis
     """
     if not states or now - max(state.moved for state in states.values()) <= patience:
         return []
-    first = min(state.position.place[:2] for state in states.values())
-    behind = [rank for rank, state in states.items() if state.position.place[:2] == first]
+    places = {rank: (state.position.step, state.position.after) for rank, state in states.items()}
+    first = min(places.values())
+    behind = [rank for rank, place in places.items() if place == first]
     if len(behind) < len(states):
         return behind
     # All are in the same phase. On a CPU a rank that waits in a collective can be told from one that computes.
@@ -223,12 +218,12 @@ def describe_stall(states: dict[int, RankState], behind: list[int], now: float) 
         phase = f"in step {position.step}" if position.step else "before its first step"
         if position.phase:
             phase = f"in {position.phase} of step {position.step}"
-        text = (
+        is_silent = now - state.reported > 3 * BEAT
+        return (
             f"rank {rank} ({position.host}, process {position.process}) is {phase} since {_clock(state.moved)}, "
             f"{now - state.moved:.0f} s, at {position.line or 'a line of no file of ours'}"
+            + (f", and has not answered since {_clock(state.reported)}" if is_silent else "")
         )
-        is_silent = now - state.reported > 3 * BEAT
-        return text + (f", and has not answered since {_clock(state.reported)}" if is_silent else "")
 
     named = "; ".join(map(describe_rank, behind[:SHOWN]))
     more = f"; and {len(behind) - SHOWN} more" if len(behind) > SHOWN else ""

@@ -276,7 +276,7 @@ class PoolRun:
         self._needed, self._is_begun = 0, False
         self._files = model_files(model, tokenizer)
         self._run = RunInfo(
-            run=checkpoints.identity(),
+            run=checkpoints.identity,
             name=name,
             vocab_size=model.get_input_embeddings().weight.shape[0],
             eos_token_ids=eos_token_ids(model, tokenizer),

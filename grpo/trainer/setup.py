@@ -228,7 +228,7 @@ def set_up(
     )
     round_sampler, pool_run, stop_waiting = sampler, None, threading.Event()
     if config.sampler == "pool":
-        source = pool or Replay(config.replay, checkpoints.identity())
+        source = pool or Replay(config.replay, checkpoints.identity)
         ask = Retrier(source, config.pool_deadline, stop_waiting)
         if pool is not None and rank == 0:
             policy = PolicyPublisher(pool, engine.module, batcher, folder, ask, stop_waiting)

@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
         assert len(errors) == 1 and errors[0].startswith("grpo_ref_split.py: error: ")
         assert "checkpoint-4 could not be saved: " in errors[0] and "MiB: make room" in errors[0]
         assert "MiB of its disk are free) (rank " in errors[0]
-        assert errors[0].endswith("--resume_from_checkpoint last goes on from checkpoint-2")
+        assert errors[0].endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 2")
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
         assert went_on(finish(2, words)) == 2
     check_same(run, undisturbed(2, "full"))
@@ -421,10 +421,10 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
         assert len([*run.iterdir()]) == len(kept)
 
 
-def test_a_file_with_a_checkpoints_name_is_to_be_moved_away(model, tokenizer, tmp_path):
+def test_a_file_with_a_checkpoints_name_stays(model, tokenizer, tmp_path):
     (tmp_path / "checkpoint-5").touch()
     engine = SimpleNamespace(module=model, save_checkpoint=lambda *_, **__: None)
-    with pytest.raises(SaveError, match="/checkpoint-5 could not .* A file has that name: move it away, and begin"):
+    with pytest.raises(SaveError, match="/checkpoint-5 could not be saved: Not a directory"):
         checkpoints_of(TrainerConfig(), tmp_path, tokenizer).save(engine, Progress(0.0, 0.0, step=5))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
@@ -448,9 +448,9 @@ def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
     whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert len(whole) == 5
 
-    def check(path: Path, *reasons: str) -> None:
+    def check(path: Path, reason: str) -> None:
         reported = damage(folder)
-        assert reported in [f"{path.relative_to(folder)} {reason}" for reason in reasons], (path, reported)
+        assert reported == f"{path.relative_to(folder)} {reason}"
         # Of several parts one sees it, or each.
         assert sum(damage(folder, share, 3) == reported for share in range(3)) == (
             3 if path.name == "progress.json" else 1
@@ -458,13 +458,10 @@ def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
 
     for path, content in whole.items():
         changed = "is not as it was written"
-        sizes = (
-            (changed,) if path.name == "progress.json" else (f"has {len(content) // 2} bytes and had {len(content)}",)
-        )
         for damaged in (content[: len(content) // 2], bytes(len(content)), content + b"x"):
             path.write_bytes(damaged)
             if damaged != content:
-                check(path, changed, *sizes, f"has {len(content) + 1} bytes and had {len(content)}")
+                check(path, changed)
         for place in chance.sample(range(len(content)), min(len(content), 60 if path.name == "progress.json" else 3)):
             flipped = bytes([content[place] ^ 1 << chance.randrange(8)])
             path.write_bytes(content[:place] + flipped + content[place + 1 :])
@@ -626,21 +623,12 @@ def test_a_run_is_the_same_for_a_pool_if_what_it_draws_is():
     assert len({identity(), *(identity(**other) for other in others)}) == len(others) + 1
 
 
-def test_a_damaged_line_costs_itself_alone(tmp_path, caplog):
+def test_a_damaged_line_costs_itself_alone(tmp_path):
     rows = [json.dumps({"step": step}) + "\n" for step in range(8)]
     rows[2], rows[6] = "{garbled}\n", "\x00\n"
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
     Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=5).close()
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(rows[:6])
-    assert caplog.messages == [
-        f"damaged lines of {tmp_path}/metrics.jsonl that are left out: 3 (1 in all)",
-        f"{tmp_path}/completions.jsonl is not there: its records of the steps up to 5 are lost",
-    ]
-    caplog.clear()
-    for after in (0, -1):  # such a run has recorded nothing, or begins
-        (tmp_path / "metrics.jsonl").unlink()
-        Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=after).close()
-    assert not caplog.messages
 
 
 def test_a_killed_runs_records_are_cut_where_it_goes_on(tmp_path):

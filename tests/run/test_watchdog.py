@@ -12,7 +12,7 @@ from conftest import ENVIRONMENT, REPOSITORY, free_port
 from processes import left_of, processes_below, ranks_of
 from trainer_runs import options, reach, training
 
-from grpo.run.watchdog import _ORDER, SHOWN, Position, RankState, describe_stall, held_up_by
+from grpo.run.watchdog import PHASES, SHOWN, Position, RankState, describe_stall, held_up_by
 
 
 def at(step=3, after=5.0, phase="update", waits=False, beat=1, stack=("own.py:4",)) -> Position:
@@ -79,7 +79,7 @@ def test_every_phase_has_its_place():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "clock"
     }
-    assert phases == set(_ORDER)
+    assert phases == set(PHASES)
 
 
 REPORT = (

@@ -272,7 +272,7 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
 
     def start(folder: str) -> tuple[PolicyPublisher, PoolRun]:
         publisher = publisher_of(pool, model, tmp_path / folder)
-        checkpoints = SimpleNamespace(identity=lambda: RUN.run, oldest=lambda: 0)
+        checkpoints = SimpleNamespace(identity=RUN.run, oldest=lambda: 0)
         return publisher, PoolRun(config, publisher, tokenizer, "a", checkpoints, None)
 
     publisher, first = start("first")
