@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from grpo.config.errors import ConfigError, end_at_ctrl_c, is_first_rank
@@ -45,9 +46,10 @@ from grpo.config.errors import RewardError
 from grpo.report.curves import draw_curves
 from grpo.report.summary import summary
 from grpo.run.exit import exit_code
-from grpo.run.folder import SaveError, push_model
+from grpo.run.folder import SaveError, open_repo, push_model
 from grpo.run.metrics import PhaseClock
-from grpo.run.preflight import check_alike, check_run_folder, describe_inputs, find_run, open_hub
+from grpo.run.preflight import check_alike, describe_inputs, find_run, on_first
+from grpo.run.run_folder import find_run_folder
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.out_of_memory import OutOfMemory
@@ -72,11 +74,12 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     """Set up, loop, and save the model. Most mistakes raise ConfigError before a model is loaded."""
     ranks = join_ranks(config)
     try:
-        check_run_folder(config, ranks.rank)
+        on_first(ranks.rank, partial(find_run_folder, config))
         inputs = read_inputs(config, ranks.rank, ranks.size, ranks.device)
         check_alike(describe_inputs(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
         checkpoint, folder, done = find_run(config, ranks.rank, ranks.size)
-        open_hub(config, folder, ranks.rank)
+        if config.push_to_hub:
+            config.hub_model_id = on_first(ranks.rank, partial(open_repo, config, folder))
         if not done:
             run = set_up(config, ranks, inputs, folder, checkpoint, launcher)
             with saved_at_the_end(run):

@@ -233,15 +233,14 @@ class AnswerPrinter:
 def stopped_by_ctrl_c(interactive: bool) -> Iterator[list[int]]:
     """At a terminal, let the first Ctrl-C only add its number to the list; a second Ctrl-C ends the program."""
     stopped: list[int] = []
-    if not interactive:
-        yield stopped
-        return
+    before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, note)
+    if interactive:
+        signal.signal(signal.SIGINT, note)
     try:
         yield stopped
     finally:

@@ -108,37 +108,29 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
     """Format the metrics for people."""
 
-    def percent(name: str) -> str:
-        value, error = 100 * metrics[name], metrics.get(f"{name}_se")
-        return f"{value:6.1f} %" + (f" ± {100 * error:.1f}" if error is not None else "")
-
-    def number(name: str) -> str:
-        error = metrics.get(f"{name}_se")
-        return f"{metrics[name]:8.3f}" + (f" ± {error:.3f}" if error is not None else "")
-
     data = config.dataset_name if _is_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
-    rows = {"accuracy, greedy": percent("eval_accuracy")} if "eval_accuracy" in metrics else {}
-    if samples := config.num_generations_eval:
-        rows[f"avg@{samples}, temperature {config.temperature:g}"] = percent(f"eval_avg@{samples}")
-        rows |= {f"pass@{k}": percent(f"eval_pass@{k}") for k in config.ks}
-    rows["reward, greedy"] = number("eval_reward")
+    samples, number, percent, tokens = config.num_generations_eval, (3, 1, ""), (1, 100, " %"), (1, 1, "")
     by_function = [name for name in metrics if name.startswith("eval_rewards/")]
-    rows |= {f"  {name.split('/', 1)[1].removesuffix('/mean')}": number(name) for name in by_function}
-    if "eval_format" in metrics:
-        rows["format, greedy"] = percent("eval_format")
-    if "eval_tools/call_frequency" in metrics:
-        rows["calls of tools, greedy"] = f"{metrics['eval_tools/call_frequency']:8.3f}"
-        rows["  of them failed"] = percent("eval_tools/failure_frequency")
-    rows["cut off, greedy"] = percent("eval_completions/clipped_ratio")
-    rows["tokens a completion, greedy"] = f"{metrics['eval_completions/mean_length']:6.1f}"
-    tokens, seconds = metrics["eval_num_tokens"], metrics["eval_runtime"]
-    return "\n".join(
-        [
-            f"{config.model_name_or_path} on {metrics['eval_n']} problems of {data}",
-            *(f"  {name:<28}{value}" for name, value in rows.items()),
-            f"  {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} a second",
-        ]
-    )
+    rows = [
+        ("accuracy, greedy", "eval_accuracy", percent),
+        (f"avg@{samples}, temperature {config.temperature:g}", f"eval_avg@{samples}", percent),
+        *((f"pass@{k}", f"eval_pass@{k}", percent) for k in config.ks),
+        ("reward, greedy", "eval_reward", number),
+        *((f"  {name.split('/', 1)[1].removesuffix('/mean')}", name, number) for name in by_function),
+        ("format, greedy", "eval_format", percent),
+        ("calls of tools, greedy", "eval_tools/call_frequency", number),
+        ("  of them failed", "eval_tools/failure_frequency", percent),
+        ("cut off, greedy", "eval_completions/clipped_ratio", percent),
+        ("tokens a completion, greedy", "eval_completions/mean_length", tokens),
+    ]
+    lines = [f"{config.model_name_or_path} on {metrics['eval_n']} problems of {data}"]
+    for label, name, (digits, scale, unit) in rows:
+        if name in metrics:
+            error = metrics.get(f"{name}_se")
+            value = f"{scale * metrics[name]:{digits + 5}.{digits}f}{unit}"
+            lines.append(f"  {label:<28}{value}" + (f" ± {scale * error:.{digits}f}" if error is not None else ""))
+    count, seconds = metrics["eval_num_tokens"], metrics["eval_runtime"]
+    return "\n".join([*lines, f"  {count:,} tokens in {seconds:.1f} s: {count / seconds:,.0f} a second"])
 
 
 def _is_file(config: EvaluateConfig) -> bool:
@@ -153,10 +145,13 @@ def _split(config: EvaluateConfig) -> str:
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
     """Make the folder and write config.yaml, metrics.json, completions.jsonl in the order of the problems, and the
     pictures of the problems."""
+    from grpo.config.command_line import write_config
     from grpo.run.json_lines import keep_pictures, to_json
-    from grpo.run.run_folder import new_folder
+    from grpo.run.run_folder import writable
 
-    new_folder("output", folder, config)
+    with writable("output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(config, folder / "config.yaml")
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
         for completion in keep_pictures(folder, sorted(completions, key=itemgetter("problem", "sample"))):
             file.write(to_json(completion))

@@ -20,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -44,10 +46,7 @@ _SET_PDEATHSIG = 1  # of linux/prctl.h
 
 def launch(config: LaunchConfig) -> int:
     """Run server and trainer to the trainer's end. Return the exit code of the first failed rank, else 0 if the run is
-    done and 1 if it is not.
-
-    Raises ConfigError if the ranks cannot share a step or a GPU, and as find_run_folder.
-    """
+    done and 1 if it is not. Raises ConfigError if the ranks cannot share a step or a GPU, and as find_run_folder."""
     # The ranks would refuse it too, after seconds of imports. A folder without a name is chosen here, for all of them.
     run = find_run_folder(config)
     config.output_dir = str(run)
@@ -57,18 +56,15 @@ def launch(config: LaunchConfig) -> int:
         raise ConfigError(f"nproc_per_node={ranks}: the trainer has {len(cards)} GPUs: use that many at most")
     config.check_ranks(ranks)
     if server_cards and server_cards == cards:
-        log.info(
-            "the reference server shares GPU %s with the trainer; these need none: --beta 0, or --use_peft with --ref "
-            "adapter_off",
-            *cards,
-        )
+        ways = "--beta 0, or --use_peft with --ref adapter_off"
+        log.info("the reference server shares GPU %s with the trainer; these need none: %s", *cards, ways)
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
         settings = Path(folder) / "config.yaml"
         settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
-        programs = Programs(settings)
+        programs = Programs(settings, server_cards, f"http://127.0.0.1:{config.port}")
         try:
             if config.starts_server:
-                programs.start_server(server_cards, f"http://127.0.0.1:{config.port}")
+                programs.start_server()
             programs.start_trainer(ranks, cards)
             code = programs.wait()
         finally:
@@ -105,19 +101,17 @@ class Programs:
     this process is killed, the kernel kills them.
     """
 
-    def __init__(self, settings: Path) -> None:
-        self._settings = settings
+    def __init__(self, settings: Path, server_cards: list[str], server_url: str) -> None:
+        self._settings, self._server_cards, self._server_url = settings, server_cards, server_url
         self._ranks: list[subprocess.Popen] = []
         self._server: subprocess.Popen | None = None
-        self._server_cards: list[str] = []
-        self._server_url = ""
-        self._server_was_ready = False
 
-    def start_server(self, cards: list[str], url: str) -> None:
-        """Start the reference server on these GPUs; without any, on the CPU."""
-        self._server_cards, self._server_url, self._server_was_ready = cards, url, False
-        self._server = self._start("ref_server.py", cards, {})
-        log.info("the reference server starts on %s; its page is %s/", f"GPU {cards[0]}" if cards else "the CPU", url)
+    def start_server(self) -> None:
+        """Start the reference server on its GPU; without one, on the CPU."""
+        self._server_was_ready = False
+        self._server = self._start("ref_server.py", self._server_cards, {})
+        place = f"GPU {self._server_cards[0]}" if self._server_cards else "the CPU"
+        log.info("the reference server starts on %s; its page is %s/", place, self._server_url)
 
     def start_trainer(self, ranks: int, cards: list[str]) -> None:
         """Start a rank on each of these GPUs; without any, `ranks` processes on the CPU."""
@@ -126,20 +120,19 @@ class Programs:
                 signal.signal(number, self._pass_on)
         shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(ranks):
-            place = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-            self._ranks.append(self._start("grpo_ref_split.py", cards, place))
+            self._ranks.append(self._start("grpo_ref_split.py", cards, shared | {"RANK": rank, "LOCAL_RANK": rank}))
 
     def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
+        command = f"{program_name()} {shlex.join(sys.argv[1:])}"
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(cards), COMMAND: command} | environment
         return subprocess.Popen(
             [sys.executable, str(REPOSITORY / program), "--config", str(self._settings)],
-            env=os.environ
-            | {"CUDA_VISIBLE_DEVICES": ",".join(cards), COMMAND: f"{program_name()} {shlex.join(sys.argv[1:])}"}
-            | {name: str(value) for name, value in environment.items()},
+            env=os.environ | {name: str(value) for name, value in environment.items()},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(ctypes.CDLL(None).prctl, _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _pass_on(self, number: int, frame: FrameType | None = None) -> None:
         for process in self._ranks:
             process.send_signal(number)
 
@@ -163,18 +156,22 @@ class Programs:
         """Restart a server that ended after it was ready, and return 0. Return the exit code of one that never was."""
         if self._server is None:
             return 0
-        code = self._server.poll()
-        if code is None:
-            self._server_was_ready = self._server_was_ready or _is_ready(self._server_url)
+        if (code := self._server.poll()) is None:
+            self._server_was_ready = self._server_was_ready or self._is_server_ready()
             return 0
         # With 2 it has refused a setting; that "ready" was of another server, on the same port.
         if self._server_was_ready and code != 2:
             log.warning("the reference server ended with code %d and starts again", code)
-            self.start_server(self._server_cards, self._server_url)
+            self.start_server()
             return 0
         say_once(f"{self._server_url}: the reference server ended before it was ready; its own message says why")
-        self._pass_on(signal.SIGTERM, None)
+        self._pass_on(signal.SIGTERM)
         return code if code > 0 else 1
+
+    def _is_server_ready(self) -> bool:
+        with suppress(requests.RequestException):
+            return requests.get(f"{self._server_url}/health", timeout=5).status_code == 200
+        return False
 
     def end(self) -> None:
         """Kill the ranks that are left, and let the server end."""
@@ -185,17 +182,6 @@ class Programs:
         if self._server is not None:
             self._server.terminate()
             self._server.wait()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return requests.get(url + "/health", timeout=5).status_code == 200
-    except requests.RequestException:
-        return False
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def main() -> int:

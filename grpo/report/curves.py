@@ -5,9 +5,11 @@ The page and every PNG are drawn from these charts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +97,7 @@ PANELS = {
         Panel("most memory of a card, GiB", ("memory/peak_*",)),
     ],
 }
-DASHES = ("-", "--", ":", "-.")
+_DASHES = ("-", "--", ":", "-.")
 _GREY = "#b8bac0"
 REST = "Everything else"
 TIME = "time/"
@@ -148,42 +150,33 @@ def default_window(runs: Sequence[RecordedRun]) -> int:
 
 def make_charts(runs: Sequence[RecordedRun], window: int) -> dict[str, list[Chart]]:
     """Put every metric into one chart, by section. Those that no panel knows have one each, in the last section."""
-    names_by_run = [run.names for run in runs]
-    names = list(dict.fromkeys(name for of_run in names_by_run for name in of_run if not name.startswith(TIME)))
+    names = [name for name in dict.fromkeys(chain(*(run.names for run in runs))) if not name.startswith(TIME)]
     left = [name for name in names if not (name.endswith("_se") and name[:-3] in names)]  # these are error bars
+    sections = PANELS | {REST: [Panel(name, (glob.escape(name),)) for name in left]}
     charts: dict[str, list[Chart]] = {}
-
-    def add(section: str, panel: Panel, metrics: Sequence[str]) -> None:
-        curves = {
-            name: [_line(place, run, name, window) for place, run in enumerate(runs) if name in names_by_run[place]]
-            for name in metrics
-        }
-        overview = panel.overview and panel.unless not in names
-        charts.setdefault(section, []).append(Chart(panel.title, overview, curves))
-
-    for section, panels in PANELS.items():
+    for section, panels in sections.items():
         for panel in panels:
             metrics = [name for pattern in panel.metrics for name in left if fnmatchcase(name, pattern)]
             if metrics:
                 left = [name for name in left if name not in metrics]
-                add(section, panel, metrics)
-    for name in left:
-        add(REST, Panel(name, ()), [name])
+                curves = {name: _lines(runs, name, window) for name in metrics}
+                overview = panel.overview and panel.unless not in names
+                charts.setdefault(section, []).append(Chart(panel.title, overview, curves))
     return charts
 
 
-def _line(place: int, run: RecordedRun, name: str, window: int) -> Line:
-    points = [(step, row[name], row.get(f"{name}_se", 0.0)) for step, row in run.rows.items() if name in row]
-    steps, values, errors = map(np.array, zip(*points, strict=True))
-    noisy = window > 1 and len(steps) > 2 and name not in _EXACT and not name.startswith("eval_")
-    kept = thin(values)
-    return Line(
-        place,
-        steps[kept].tolist(),
-        _rounded(values[kept]),
-        errors=_rounded(errors[kept]) if errors.any() else [],
-        smooth=_rounded(moving_average(values, window, kept)) if noisy else [],
-    )
+def _lines(runs: Sequence[RecordedRun], name: str, window: int) -> list[Line]:
+    lines = []
+    for place, run in enumerate(runs):
+        points = [(step, row[name], row.get(f"{name}_se", 0.0)) for step, row in run.rows.items() if name in row]
+        if points:
+            steps, values, errors = map(np.array, zip(*points, strict=True))
+            noisy = window > 1 and len(steps) > 2 and name not in _EXACT and not name.startswith("eval_")
+            kept = thin(values)
+            smooth = _rounded(moving_average(values, window, kept)) if noisy else []
+            errors = _rounded(errors[kept]) if errors.any() else []
+            lines.append(Line(place, steps[kept].tolist(), _rounded(values[kept]), errors, smooth))
+    return lines
 
 
 def moving_average(values: np.ndarray, window: int, places: np.ndarray) -> np.ndarray:
@@ -191,10 +184,10 @@ def moving_average(values: np.ndarray, window: int, places: np.ndarray) -> np.nd
 
     float64 [n], int [m] -> float64 [m]. Near an end there are fewer on that side.
     """
-    half, count = max(0, (window - 1) // 2), len(values)
+    half = min((window - 1) // 2, len(values) - 1)
     # Missing ones are NaN. A running sum would be faster, but one huge value would drown all that follow it.
-    padded = np.pad(np.asarray(values, np.float64), min(half, count - 1), constant_values=np.nan)
-    return np.nanmean(sliding_window_view(padded, len(padded) - count + 1)[places], axis=1)
+    padded = np.pad(values, half, constant_values=np.nan)
+    return np.nanmean(sliding_window_view(padded, 2 * half + 1)[places], axis=1)
 
 
 def thin(values: np.ndarray) -> np.ndarray:
@@ -207,9 +200,9 @@ def thin(values: np.ndarray) -> np.ndarray:
     return np.unique([0, *extremes, len(values) - 1])
 
 
-def _rounded(values: np.ndarray) -> list[float]:
+def _rounded(values: Iterable[float]) -> list[float]:
     """Round to six digits: finer than any screen, and a third of the page's size."""
-    return [float(f"{value:.6g}") for value in values.tolist()]
+    return [float(f"{value:.6g}") for value in values]
 
 
 def make_phases(runs: Sequence[RecordedRun]) -> list[Phases]:
@@ -219,18 +212,16 @@ def make_phases(runs: Sequence[RecordedRun]) -> list[Phases]:
 
 
 def _phases(run: RecordedRun, names: Sequence[str]) -> Phases:
-    rows = {step: row for step, row in run.rows.items() if "step_time" in row or any(name in row for name in names)}
-    phases = [name.removeprefix(TIME) for name in names]
-    table = np.array([[row.get(name, 0.0) for name in (*names, "step_time")] for row in rows.values()])
-    table = table.reshape(len(rows), len(names) + 1)
-    table[:, -1] = np.maximum(table[:, -1] - table[:, :-1].sum(axis=1), 0.0)
+    rows = {step: row for step, row in run.rows.items() if not row.keys().isdisjoint([*names, "step_time"])}
+    columns = {name.removeprefix(TIME): np.array([row.get(name, 0.0) for row in rows.values()]) for name in names}
+    step_time = np.array([row.get("step_time", 0.0) for row in rows.values()])
+    columns[OTHER] = np.maximum(step_time - sum(columns.values()), 0.0)
     steps = list(rows)
-    bars = [part for part in np.array_split(np.arange(len(rows)), MOST_BARS) if len(part)]
-    heights = [_rounded(table[part].mean(axis=0)) for part in bars]
+    bars = [part for part in np.array_split(np.arange(len(steps)), MOST_BARS) if len(part)]
     return Phases(
         [steps[part[0]] for part in bars] + [step + 1 for step in steps[-1:]],
-        {phase: [bar[place] for bar in heights] for place, phase in enumerate([*phases, OTHER])},
-        dict(zip([*phases, OTHER], table.sum(axis=0).tolist(), strict=True)),
+        {phase: _rounded([column[part].mean() for part in bars]) for phase, column in columns.items()},
+        {phase: float(column.sum()) for phase, column in columns.items()},
     )
 
 
@@ -243,21 +234,21 @@ def draw_curves(folder: Path) -> Path:
 
 
 def draw_charts(charts: Sequence[Chart], names: Sequence[str], path: Path, columns: int = 3) -> Path:
-    """Draw the charts of one or several runs, in rows of `columns` 5 inches wide, and return `path`.
+    """Draw the charts of one or several runs, in rows of `columns` charts, and return `path`.
 
     Several runs have a colour each, and the metrics of a chart their dashes; of one run each metric has a colour.
     """
     figure, grid = _figure(len(charts), columns)
     several = len(names) > 1
     for axes, chart in zip(grid, charts, strict=False):
-        axes.set_title(_plain(chart.title))
+        axes.set_title(chart.title)
         for place, (metric, lines) in enumerate(chart.curves.items()):
-            dash = DASHES[(place if several else place // len(COLOURS)) % len(DASHES)]
+            dash = _DASHES[(place if several else place // len(COLOURS)) % len(_DASHES)]
             for line in lines:
                 colour = COLOURS[(line.run if several else place) % len(COLOURS)]
                 style: dict[str, Any] = {"color": colour, "linestyle": dash}
                 if not several:
-                    style["label"] = _plain(metric)
+                    style["label"] = metric
                 if line.smooth:
                     axes.plot(line.steps, line.values, color=colour, alpha=0.25, linewidth=0.8)
                     axes.plot(line.steps, line.smooth, **style)
@@ -266,7 +257,7 @@ def draw_charts(charts: Sequence[Chart], names: Sequence[str], path: Path, colum
                 else:
                     axes.plot(line.steps, line.values, marker="o" if len(line.steps) < 25 else None, **style)
             if several and len(chart.curves) > 1:
-                axes.plot([], [], color=_GREY, linestyle=dash, label=_plain(metric))
+                axes.plot([], [], color=_GREY, linestyle=dash, label=metric)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
     if several:
@@ -278,12 +269,9 @@ def draw_charts(charts: Sequence[Chart], names: Sequence[str], path: Path, colum
 def draw_phases(phases: Sequence[Phases], names: Sequence[str], path: Path) -> Path:
     """Draw each run's seconds per step, stacked by phase, and return `path`."""
     figure, grid = _figure(len(phases), min(2, len(phases)))
-    colours = {
-        phase: _GREY if phase == OTHER else COLOURS[place % len(COLOURS)]
-        for place, phase in enumerate(phases[0].totals)
-    }
+    colours = dict(zip(phases[0].totals, cycle(COLOURS), strict=False)) | {OTHER: _GREY}
     for axes, of_run, name in zip(grid, phases, names, strict=False):
-        axes.set_title(_plain(name) if len(phases) > 1 else "time by phase")
+        axes.set_title(name if len(phases) > 1 else "time by phase")
         axes.set_ylabel("seconds per step")
         if of_run.steps:
             axes.stackplot(
@@ -300,9 +288,11 @@ def draw_phases(phases: Sequence[Phases], names: Sequence[str], path: Path) -> P
 
 def _figure(count: int, columns: int) -> tuple[Any, list[Any]]:
     """Return a figure with 5 x 3.25 inches for each of `count` charts, and their axes."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    rcParams["text.parse_math"] = False  # a metric's name may have dollars
     rows = max(1, -(-count // columns))
     figure = Figure(figsize=(5 * columns, 3.25 * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -320,11 +310,6 @@ def _legend(figure: Any, colours: dict[str, str]) -> None:
     """Explain the colours above all charts."""
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=colour, label=_plain(name)) for name, colour in colours.items()]
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
     columns = int(figure.get_figwidth() // 1.6)
     figure.legend(handles=patches, loc="outside upper center", ncols=columns, frameon=False)
-
-
-def _plain(text: str) -> str:
-    """Keep matplotlib from reading a formula between the dollars of a name."""
-    return text.replace("$", r"\$")

@@ -65,10 +65,9 @@ def report(config: ReportConfig) -> Iterator[Path]:
     if not config.png:
         return
 
-    names = run_names(folders)
+    names, phases = run_names(folders), make_phases(runs)
     for title, charts in make_charts(runs, data["window"]).items():
         yield draw_charts(charts, names, pictures[title])
-    phases = make_phases(runs)
     if any(sum(of_run.totals.values()) for of_run in phases):
         yield draw_phases(phases, names, pictures["time"])
 
@@ -76,9 +75,8 @@ def report(config: ReportConfig) -> Iterator[Path]:
 def run_folders(config: ReportConfig) -> list[Path]:
     """Return the runs' folders. Raises ConfigError if two are the same."""
     folders = [Path(name) for name in config.runs]
-    for place, folder in enumerate(folders):
-        earlier = [path.resolve() for path in folders[:place]]
-        require(folder.resolve() not in earlier, "runs", str(folder), "it is named twice")
+    distinct = {folder.resolve() for folder in folders}
+    require(len(distinct) == len(folders), "runs", config.runs, "name each run once")
     return folders
 
 
@@ -86,9 +84,8 @@ def page_data(runs: Sequence[RecordedRun], smoothing: int) -> dict[str, Any]:
     """Return the page's data. Reads the completions, and adds notes about missing ones to the runs."""
     names, window = run_names([run.folder for run in runs]), smoothing or default_window(runs)
     completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
-    pictures = [
-        read_pictures(run, blocks, PICTURES_BYTES // len(runs)) for run, blocks in zip(runs, completions, strict=True)
-    ]
+    room = PICTURES_BYTES // len(runs)
+    pictures = [read_pictures(run, blocks, room) for run, blocks in zip(runs, completions, strict=True)]
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "window": window,
@@ -109,14 +106,12 @@ def page_data(runs: Sequence[RecordedRun], smoothing: int) -> dict[str, Any]:
 
 def check_output(folder: Path) -> None:
     """Raise ConfigError unless the folder is new, empty or that of an older report."""
-    remedy = "name a new folder, or that of an older report"
-    if not folder.exists():
-        return
-    require(folder.is_dir(), "output", str(folder), f"it is a file: {remedy}")
     page = folder / PAGE
-    older = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")[:2000]
-    files = [path for path in folder.iterdir() if path.name != UNFINISHED]  # which a full disk or a kill has left
-    require(older or not files, "output", str(folder), f"it holds something else: {remedy}")
+    is_free = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")[:2000]
+    if folder.exists() and not is_free:
+        # A full disk or a kill may have left an unfinished page.
+        is_free = folder.is_dir() and all(path.name == UNFINISHED for path in folder.iterdir())
+        require(is_free, "output", str(folder), "it is something else: name a new folder, or that of an older report")
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError
-from grpo.run.json_lines import FOLDER, read_record, some_of
+from grpo.run.json_lines import FOLDER, read_record
 
 LONGEST_TEXT = 20_000
 """characters that are kept of a prompt, completion or answer: four fifths from its beginning, the rest from its end"""
@@ -75,14 +75,9 @@ class _Block:
 
 def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
     """Read metrics and settings. Raises ConfigError if there is no run, or no step (unless `may_be_empty`)."""
-    if not folder.is_dir():
-        what = "it is a file" if folder.exists() else "there is no such folder"
-        raise ConfigError(f"runs='{folder}': {what}: name the folder of a run")
     path = folder / "metrics.jsonl"
-    if not path.is_file() and not may_be_empty:
-        raise ConfigError(
-            f"runs='{folder}': no run's folder, as it has no metrics.jsonl: name one that the trainer made"
-        )
+    if not (folder.is_dir() if may_be_empty else path.is_file()):
+        raise ConfigError(f"runs='{folder}': there is no {path.name} of a run: name a folder that the trainer made")
     run, repeated = RecordedRun(folder, {}, {}), 0
     for *_, record in _read_lines(path, run.notes) if path.is_file() else ():
         repeated += record["step"] in run.rows
@@ -91,9 +86,7 @@ def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
         }
     if not run.rows:
         if not may_be_empty:
-            raise ConfigError(
-                f"runs='{folder}': metrics.jsonl has no step yet: wait for the first, or name another run"
-            )
+            raise ConfigError(f"runs='{folder}': {path.name} has no step yet: wait for the first, or name another run")
         run.notes.append("there is no step yet")
     if repeated:
         run.notes.append(f"steps that metrics.jsonl has more than once: {repeated}; the last line of each is taken")
@@ -110,7 +103,7 @@ def read_completions(run: RecordedRun, size: int) -> list[dict[str, Any]]:
     A group is `{prompt, answer, completions}`, with `pictures`, the names of their files, if its prompt has some;
     `left_out` counts the completions beyond STEP_COMPLETIONS. A completion is `{text, facts}`, with `segments`,
     `{role, text}` each, if tools or an environment answered. If not all fit, steps are left out evenly, in training and
-    in evaluation, but never the first and the last. The file may be larger than the memory: it is read line by line.
+    in evaluation, but never the first and the last. The file may be larger than the memory.
     """
     path = run.folder / "completions.jsonl"
     if not path.is_file():
@@ -137,7 +130,7 @@ def read_completions(run: RecordedRun, size: int) -> list[dict[str, Any]]:
 
 def every_nth(sizes: dict[Any, int], room: int) -> list[Any]:
     """Return every n-th key and the last, for the smallest n whose sizes fit; the first and the last always."""
-    keys = list(sizes)
+    keys, kept = list(sizes), []
     for stride in range(1, len(keys) + 1):
         kept = [*keys[:-1:stride], keys[-1]]
         if sum(map(sizes.get, kept)) <= room:
@@ -151,7 +144,8 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
         file.seek(block.offset)
         for record in islice(filter(None, map(read_record, file)), min(block.count, STEP_COMPLETIONS)):
             problem = {name: _shorten(record.get(name)) for name in ("prompt", "answer")}
-            if names := _picture_names(record.get("pictures")):
+            # Names of files in the folder of pictures, and no others.
+            if names := [name for name in map(str, record.get("pictures", ())) if _PICTURE.fullmatch(name)]:
                 problem["pictures"] = names
             if not groups or {name: value for name, value in groups[-1].items() if name != "completions"} != problem:
                 groups.append({**problem, "completions": []})
@@ -161,33 +155,18 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
                 if name not in _NO_FACTS and (isinstance(value, bool | str) or _is_number(value))
             }
             completion = {"text": _shorten(record.get("completion")), "facts": facts}
-            if segments := _segments(record.get("messages")):
-                completion["segments"] = segments
+            if "messages" in record:
+                completion["segments"] = [_segment(message) for message in record["messages"][:MOST_SEGMENTS]]
             groups[-1]["completions"].append(completion)
     return {"step": step, "phase": phase, "groups": groups, "left_out": max(0, block.count - STEP_COMPLETIONS)}
 
 
-def _segments(messages: Any) -> list[dict[str, str]]:
-    """Return roles and texts of a completion of several messages. A call is shown as name(arguments)."""
-    segments = []
-    for message in messages[:MOST_SEGMENTS] if isinstance(messages, list) else []:
-        if not isinstance(message, dict):
-            continue
-        texts = [_shorten(message.get("content"))]
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else []:
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict):
-                texts.append(f"{_shorten(function.get('name'))}({_shorten(function.get('arguments'))})")
-        role = " ".join(str(message[name]) for name in ("role", "name") if isinstance(message.get(name), str))
-        segments.append({"role": role[:LONGEST_FACT], "text": "\n".join(filter(None, texts))})
-    return segments
-
-
-def _picture_names(value: Any) -> list[str]:
-    """Return the names of files in the folder of pictures, and no others."""
-    names = value if isinstance(value, list) else []
-    return [name for name in names if isinstance(name, str) and _PICTURE.fullmatch(name)]
+def _segment(message: dict[str, Any]) -> dict[str, str]:
+    """Return role and text of a message. A call is shown as name(arguments)."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [_shorten(message["content"]), *(f"{call['name']}({_shorten(call['arguments'])})" for call in calls)]
+    role = f"{message['role']} {message.get('name', '')}".rstrip()
+    return {"role": role, "text": "\n".join(filter(None, texts))}
 
 
 def _shorten(value: Any) -> str:
@@ -200,35 +179,27 @@ def _shorten(value: Any) -> str:
 
 def _read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield (offset, size in bytes, record) of every line that is a record with a step; add a note about the others."""
-    damaged, number, offset, raw = [], 0, 0, b"\n"
+    damaged, offset = [], 0
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
-            record = read_record(raw)
-            if record is None:
+            if (record := read_record(raw)) is None:
                 damaged.append(number)
             else:
                 yield offset, len(raw), record
             offset += len(raw)
-    if damaged and damaged[-1] == number and not raw.endswith(b"\n"):
-        damaged.pop()
-        notes.append(f"the last line of {path.name} is half written and left out: the run was killed or still goes on")
     if damaged:
-        notes.append(f"damaged lines of {path.name} that are left out: {some_of(damaged)}")
+        shown = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
+        notes.append(f"damaged or half-written lines of {path.name} are left out: {shown} ({len(damaged)} in all)")
 
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        settings = load_yaml(path.read_text(encoding="utf-8"))
+        settings = dict(load_yaml(path.read_text(encoding="utf-8")))
         json.dumps(settings, default=str)  # YAML can say what JSON cannot, such as a date as a key
-    except FileNotFoundError:
-        notes.append("there is no config.yaml: its settings are unknown")
+        return {str(name): value for name, value in settings.items()}
+    except (FileNotFoundError, yaml.YAMLError, ValueError, TypeError):
+        notes.append(f"{path.name} is missing or cannot be read: the settings are unknown")
         return {}
-    except (yaml.YAMLError, ValueError, TypeError):
-        settings = None
-    if not isinstance(settings, dict):
-        notes.append("config.yaml cannot be read: its settings are unknown")
-        return {}
-    return {str(name): value for name, value in settings.items()}
 
 
 def _is_number(value: Any) -> bool:
@@ -240,23 +211,17 @@ def read_pictures(run: RecordedRun, blocks: Sequence[dict[str, Any]], size: int)
 
     If not all fit, those of training are left out evenly. A note of the run counts them.
     """
-    # Every evaluation has the same held-out problems, each step of training has others.
-    names = {
-        name: block["phase"]
-        for phase in ("train", "eval")
-        for block in blocks
-        if block["phase"] == phase
-        for group in block["groups"]
-        for name in group.get("pictures", ())
-    }
-    sizes = {name: _size(run.folder / FOLDER / name) * 4 // 3 for name in names}
-    shown: list[str] = []
-    for phase in ("eval", "train"):
-        of_phase = {name: sizes[name] for name in names if names[name] == phase and sizes[name]}
-        shown += every_nth(of_phase, size - sum(sizes[name] for name in shown)) if of_phase else []
-    urls = {name: url for name in shown if (url := _data_url(run.folder / FOLDER / name))}
-    if len(urls) < len(names):
-        run.notes.append(f"{len(urls)} of {len(names)} pictures are shown")
+    folder, sizes, shown = run.folder / FOLDER, dict[str, int](), list[str]()
+    for phase in ("eval", "train"):  # every evaluation has the same held-out problems, each step of training has others
+        groups = [group for block in blocks if block["phase"] == phase for group in block["groups"]]
+        names = dict.fromkeys(name for group in groups for name in group.get("pictures", ()) if name not in sizes)
+        of_phase = {name: _size(folder / name) * 4 // 3 for name in names}
+        room = size - sum(sizes[name] for name in shown)
+        sizes |= of_phase
+        shown += every_nth({name: size for name, size in of_phase.items() if size > 0}, room)
+    urls = {name: url for name in shown if (url := _data_url(folder / name))}
+    if len(urls) < len(sizes):
+        run.notes.append(f"{len(urls)} of {len(sizes)} pictures are shown")
     return urls
 
 

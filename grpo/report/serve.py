@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +66,14 @@ class LivePage:
     def _file_state(self) -> list[tuple[int, ...]]:
         state = []
         for path in (folder / name for folder in self._folders for name in FILES):
-            try:
+            with suppress(OSError):  # not there yet, or not any more
                 stat = path.stat()
                 state.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-            except OSError:
-                state.append(())  # not there yet, or not any more
         return state
 
 
 def make_server(config: ReportConfig) -> BaseWSGIServer:
-    """Return a server that listens, for `run()`.
-
-    Raises ConfigError if a run cannot be read or the port is taken.
-    """
+    """Return a server that listens, for `run()`. Raises ConfigError if a run cannot be read or the port is taken."""
     page, app = LivePage(run_folders(config), config.smoothing), bottle.Bottle()
 
     @app.hook("before_request")
@@ -103,9 +98,7 @@ def make_server(config: ReportConfig) -> BaseWSGIServer:
     try:
         listener = socket.create_server((HOST, config.port))
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        remedy = "another program listens there: choose another port" if taken else "choose another port"
-        raise ConfigError(f"port={config.port}: {os.strerror(error.errno)}: {remedy}") from error
+        raise ConfigError(f"port={config.port}: {os.strerror(error.errno)}: choose another port") from error
     return create_server(app, sockets=[listener], ident=None)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grpo.config.loss_settings import is_users_own
 from grpo.report.read import RecordedRun, read_run
+from grpo.run.json_lines import with_error
 
 _HELD_OUT = {
     "accuracy": "eval_accuracy",
@@ -29,29 +30,22 @@ def summary(folder: Path) -> str:
     trained = [row for row in run.rows.values() if "num_tokens" in row]
     lines: list[str] = []
     if len(evaluated) > 1:
-        lines += _table(
-            f"{evaluated[0]['eval_n']:.0f} held-out problems, greedy", "before", "after", _HELD_OUT, evaluated
-        )
+        title = f"{evaluated[0]['eval_n']:.0f} held-out problems, greedy"
+        lines += _table(title, "before", "after", _HELD_OUT, evaluated)
     if trained:
         lines += _table("training, sampled", "first step", "last step", _TRAINING, trained)
     seconds = sum(row.get("step_time", 0.0) for row in run.rows.values())
-    last = max(run.rows)
-    lines += [f"{last} steps, {trained[-1]['num_tokens']:,.0f} tokens, {_duration(seconds)} in steps."]
+    lines.append(f"{max(run.rows)} steps, {trained[-1]['num_tokens']:,.0f} tokens, {_duration(seconds)} in steps.")
     return "\n".join(lines + _next_commands(run))
 
 
 def _table(title: str, left: str, right: str, names: dict[str, str], rows: list[dict[str, float]]) -> list[str]:
     first, last = rows[0], rows[-1]
     return [f"{title:34} {left:>15} {right:>15}"] + [
-        f"  {label:32} {_cell(first, name):>15} {_cell(last, name):>15}"
+        f"  {label:32} {with_error(first, name):>15} {with_error(last, name):>15}"
         for label, name in names.items()
         if name in first and name in last
     ]
-
-
-def _cell(row: dict[str, float], name: str) -> str:
-    error = row.get(f"{name}_se")
-    return f"{row[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def _duration(seconds: float) -> str:

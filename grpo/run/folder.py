@@ -31,7 +31,7 @@ from grpo.model.answering import write_answering
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
 from grpo.run.checkpoint_files import write_progress
-from grpo.run.json_lines import read_record
+from grpo.run.json_lines import read_records, with_error
 from grpo.run.run_folder import nearest_existing
 
 log = logging.getLogger(__name__)
@@ -232,35 +232,27 @@ def _is_on_hub(name: str) -> bool:
 
 def _results(run: Path, step: int) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows of a table of the first and last evaluation up to `step`; empty if they are the same."""
-    evaluated = [row for row in _records(run / "metrics.jsonl", b'"eval_n"') if row["step"] <= step]
+    evaluated = [row for row in read_records(run / "metrics.jsonl", b'"eval_n"') if row["step"] <= step]
     if len(evaluated) < 2:
         return [], []
     first, last = evaluated[0], evaluated[-1]
     heads = [f"step {row['step']} ({row['eval_n']} problems)" for row in (first, last)]
     rows = []
     for title in ("accuracy", "reward"):
-        values = [(row.get(f"eval_{title}"), row.get(f"eval_{title}_se")) for row in (first, last)]
-        if all(value is not None for value, _ in values):
-            rows.append([title] + [f"{value:.3f}" + (f" ± {se:.3f}" if se is not None else "") for value, se in values])
+        name = f"eval_{title}"
+        if first.get(name) is not None and last.get(name) is not None:
+            rows.append([title, with_error(first, name), with_error(last, name)])
     return heads, rows
 
 
 def _versions(run: Path) -> list[str]:
     """Return the versions and the commit of the last line of starts.jsonl."""
-    started = _records(run / "starts.jsonl", b'"versions"')
+    started = read_records(run / "starts.jsonl", b'"versions"')
     if not started:
         return []
     commit = started[-1].get("commit")
     versions = [f"{name} {number}" for name, number in started[-1]["versions"].items()]
     return versions + ([f"commit {commit} of grpo-ref-split"] if commit else [])
-
-
-def _records(path: Path, marker: bytes) -> list[dict[str, Any]]:
-    """Return the records of a run's file whose lines have these bytes; none without the file."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as lines:
-        return [record for line in lines if marker in line and (record := read_record(line)) is not None]
 
 
 def check_login() -> None:

@@ -26,11 +26,6 @@ def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps(finite, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
 
 
-def some_of(numbers: list[int]) -> str:
-    """Format the first five numbers, and how many there are."""
-    return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "") + f" ({len(numbers)} in all)"
-
-
 def read_record(raw: bytes) -> dict[str, Any] | None:
     """Parse a line of a run's files; return None if it is damaged or has no step."""
     try:
@@ -39,6 +34,20 @@ def read_record(raw: bytes) -> dict[str, Any] | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return record if type(step) is int and 0 <= step < 2**53 else None
+
+
+def read_records(path: Path, marker: bytes = b"") -> list[dict[str, Any]]:
+    """Return the records of a run's file whose lines have these bytes; none without the file."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as lines:
+        return [record for line in lines if marker in line and (record := read_record(line)) is not None]
+
+
+def with_error(row: Mapping[str, float], name: str) -> str:
+    """Format a metric and, if the row has it, its standard error: 0.250 ± 0.054."""
+    error = row.get(f"{name}_se")
+    return f"{row[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def keep_pictures(folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ from grpo.data.records import Example
 from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
 from grpo.run.collective import from_first, gather
 from grpo.run.description import LIBRARIES
-from grpo.run.folder import open_repo
 from grpo.run.run_folder import find_run_folder, make_run_folder, nearest_existing, writable
 from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import pictures_of
@@ -38,18 +37,13 @@ _PLACES = {
 }
 
 
-def check_run_folder(config: RecordSection, rank: int) -> None:
-    """Raise ConfigError on every rank, as find_run_folder on rank 0. Creates nothing."""
-    _on_first(rank, partial(find_run_folder, config))
-
-
 def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
     """Return (checkpoint to continue from, run folder, whether the run is done); the checkpoint is None for a new run.
 
-    Rank 0 alone finds the checkpoint, after it has locked the folder: another trainer may still write there. `open_run`
-    makes the folder of a new run, so that a start that fails or is killed leaves none. Raises ConfigError on every
-    rank: as find_run_folder, make_run_folder and whole_checkpoint, if a machine does not see the folder, and if a run
-    that has ended would be erased.
+    Rank 0 alone finds the checkpoint, after it has locked the folder: another trainer may still write there. The folder
+    of a new run is made later, so that a start that fails or is killed leaves none. Raises ConfigError on every rank:
+    as find_run_folder, make_run_folder and whole_checkpoint, if a machine does not see the folder, and if a run that
+    has ended would be erased.
     """
 
     def mark() -> tuple[Path, Path]:
@@ -62,7 +56,7 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
             marker.touch()
         return folder, marker
 
-    folder, marker = _on_first(rank, mark)
+    folder, marker = on_first(rank, mark)
     views = gather((socket.gethostname(), str(marker.parent.absolute()), marker.exists()))
     if rank == 0:
         marker.unlink()
@@ -89,20 +83,6 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
     return checkpoint and checkpoint.absolute(), folder.absolute(), False
 
 
-def open_hub(config: TrainerConfig, folder: Path, rank: int) -> None:
-    """Make the repository that the run's model will be pushed to, and write its full name into `hub_model_id`.
-
-    Does nothing without `push_to_hub`. Raises ConfigError on every rank, as open_repo does on rank 0.
-    """
-    if config.push_to_hub:
-        config.hub_model_id = _on_first(rank, partial(open_repo, config, folder))
-
-
-def open_run(config: TrainerConfig, rank: int, folder: Path) -> None:
-    """Let rank 0 make the run's folder, and lock it. Raises ConfigError on every rank, as make_run_folder."""
-    _on_first(rank, partial(make_run_folder, config, folder))
-
-
 def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:
     """Return the newest undamaged checkpoint to continue from; None if the run has no checkpoint.
 
@@ -110,14 +90,14 @@ def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path 
     for a checkpoint of another format, and if all are damaged.
     """
     damaged: dict[Path, str] = {}
-    for checkpoint in _on_first(rank, lambda: find_checkpoints(config)):
+    for checkpoint in on_first(rank, lambda: find_checkpoints(config)):
         try:
             reason: str | ConfigError | None = damage(checkpoint, rank, world_size)
         except ConfigError as error:
             reason = error
         reasons = list(filter(None, gather(reason)))
         if not reasons:
-            _on_first(rank, partial(_rename_damaged, damaged, checkpoint))
+            on_first(rank, partial(_rename_damaged, damaged, checkpoint))
             return checkpoint
         if isinstance(reasons[0], ConfigError):
             raise reasons[0]
@@ -148,7 +128,7 @@ def _rename_damaged(damaged: Mapping[Path, str], used: Path) -> None:
             checkpoint.rename(new_path)
 
 
-def _on_first(rank: int, action: Callable[[], _T]) -> _T:
+def on_first(rank: int, action: Callable[[], _T]) -> _T:
     """Run the action on rank 0 alone; return its result, or raise its ConfigError, on every rank."""
     result: _T | ConfigError | None = None
     if rank == 0:

@@ -5,7 +5,6 @@ Imports no torch: grpo.launch checks the folder before it starts anything.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -16,12 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
-from grpo.config.programs import EvaluateConfig
 from grpo.config.record_settings import RecordSection
 from grpo.run.checkpoint_files import checkpoints, find_checkpoints
-from grpo.run.json_lines import read_record
+from grpo.run.json_lines import read_records
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +36,17 @@ def lock_run(folder: Path) -> None:
     """
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # it stays open
     deadline, is_waiting = time.monotonic() + _WAIT, False
-    # A record lock and not flock: a forked process does not inherit it, and NFS supports it.
-    while (error := _try_to_lock(file)) is not None:
-        if error not in (errno.EACCES, errno.EAGAIN):
-            log.warning(
-                "%s cannot be locked (%s): see to it that no other trainer writes there", folder, os.strerror(error)
-            )
+    while True:
+        try:
+            # A record lock and not flock: a forked process does not inherit it, and NFS supports it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "unknown"
+        except (BlockingIOError, PermissionError):
+            holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "unknown"
+        except OSError as error:
+            reason = error.strerror
+            log.warning("%s cannot be locked (%s): see to it that no other trainer writes there", folder, reason)
+            break
         if time.monotonic() > deadline:
             os.close(file)
             raise ConfigError(
@@ -59,15 +59,6 @@ def lock_run(folder: Path) -> None:
         time.sleep(0.2)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _try_to_lock(file: int) -> int | None:
-    """Take the lock, or return the number of the error."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno
-    return None
 
 
 def find_run_folder(config: RecordSection) -> Path:
@@ -95,14 +86,6 @@ def make_run_folder(config: RecordSection, folder: Path) -> None:
         check_unused("output_dir", folder, may_have_begun=True)
 
 
-def new_folder(field: str, folder: Path, config: EvaluateConfig) -> None:
-    """Make a folder for results, with the resolved config. Raises ConfigError if it cannot be written or is used."""
-    check_unused(field, folder)
-    with writable(field, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_config(config, folder / "config.yaml")
-
-
 def check_writable(field: str, folder: Path) -> None:
     """Raise ConfigError unless the folder can be made and written. Creates nothing."""
     with writable(field, folder), tempfile.TemporaryFile(dir=nearest_existing(folder)):
@@ -127,15 +110,7 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
     """Raise ConfigError if the folder has an evaluation or a run; with `may_have_begun`, a run that did a step."""
     with writable(field, folder):  # reading may fail too, as with a name that is too long
         metrics = folder / "metrics.jsonl"
-        has_run = _has_step(metrics) if may_have_begun else metrics.exists()
+        has_run = any(record["step"] > 0 for record in read_records(metrics)) if may_have_begun else metrics.exists()
         is_used = has_run or checkpoints(folder) or (folder / "metrics.json").exists()
     if is_used:
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
-
-
-def _has_step(metrics: Path) -> bool:
-    """Tell whether a step after the evaluation at step 0 is recorded."""
-    if not metrics.exists():
-        return False
-    with open(metrics, "rb") as lines:
-        return any(record["step"] > 0 for record in map(read_record, lines) if record is not None)

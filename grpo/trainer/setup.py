@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ from grpo.run.checkpoint_files import read_progress
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
 from grpo.run.description import RunDescription
 from grpo.run.metrics import PhaseClock
-from grpo.run.preflight import check_alike, open_run
+from grpo.run.preflight import check_alike, on_first
 from grpo.run.recorder import Recorder, describe_start, record_start
+from grpo.run.run_folder import make_run_folder
 from grpo.run.signals import Launcher, StopSignals
 from grpo.run.trackers import check_report_to
 from grpo.sampling.sampler import Sampler
@@ -219,7 +221,7 @@ def set_up(
     log.info("starting DeepSpeed on %d x %s", world_size, device)
     engine, schedule = start_engine(config, inputs.ds_config, model)
 
-    open_run(config, rank, folder)
+    on_first(rank, partial(make_run_folder, config, folder))
     first_reference = reference.fingerprint if client is not None else ""
     checkpoints = Checkpoints(
         *(config, folder, inputs.tokenizer, description, policy_info.fingerprint, first_reference, rank),

@@ -74,7 +74,7 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path, caplog):
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
     def lockf(*_) -> None:
-        raise OSError(errno.ENOLCK, "")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
     lock_run(tmp_path)

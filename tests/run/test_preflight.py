@@ -18,7 +18,8 @@ from grpo.data.records import Example
 from grpo.rewards.compute import load_reward_funcs
 from grpo.run.checkpoint_files import sum_files, write_progress
 from grpo.run.collective import own_place
-from grpo.run.preflight import check_alike, describe_inputs, find_run, open_run
+from grpo.run.preflight import check_alike, describe_inputs, find_run
+from grpo.run.run_folder import make_run_folder
 
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -148,7 +149,7 @@ def test_a_folder_is_made_when_the_run_is_opened_and_not_when_it_is_found(tmp_pa
     settings = TrainerConfig(output_dir=str(tmp_path / "a/run"))
     assert find_run(settings, 0, 1) == (None, tmp_path / "a/run", False)
     assert not [*tmp_path.iterdir()] and not caplog.messages
-    open_run(settings, 0, tmp_path / "a/run")
+    make_run_folder(settings, tmp_path / "a/run")
     assert [path.name for path in (tmp_path / "a/run").iterdir()] == ["trainer.lock"]
     # In which a checkpoint is looked for must be locked by then: another start may do the first steps there.
     settings = TrainerConfig(output_dir=str(tmp_path / "b/run"), resume_from_checkpoint="last")

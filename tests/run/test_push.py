@@ -11,8 +11,7 @@ from trainer_runs import one_line, options, run_ranks
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run.folder import SaveError, check_login, push_model, save_model
-from grpo.run.preflight import open_hub
+from grpo.run.folder import SaveError, check_login, open_repo, push_model, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client's way without Xet
 
@@ -30,7 +29,7 @@ def hub(tmp_path, monkeypatch):
 def test_a_pushed_model_is_what_was_saved(hub, model, tokenizer, tmp_path):
     run = tmp_path / "my-run"
     config = TrainerConfig(push_to_hub=True, hub_private_repo=True)
-    open_hub(config, run, rank=0)
+    config.hub_model_id = open_repo(config, run)
     assert config.hub_model_id == "me/my-run" and hub.created == {"me/my-run": "private"}
     save_model(model, tokenizer, run / "model", config, 7)
     push_model(run / "model", config.hub_model_id)
@@ -44,8 +43,7 @@ def test_a_repository_that_is_there_is_pushed_to(hub, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(2):
         config = TrainerConfig(push_to_hub=True, hub_model_id="other")
-        open_hub(config, tmp_path, rank=0)
-        assert config.hub_model_id == "me/other"
+        assert open_repo(config, tmp_path) == "me/other"
     assert hub.created == {"me/other": None} and not caplog.messages
 
 
@@ -61,7 +59,7 @@ def test_a_repository_that_is_there_is_pushed_to(hub, tmp_path, caplog):
 def test_what_cannot_be_pushed_to_is_refused(hub, tmp_path, monkeypatch, token, name, reason):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ConfigError, match=reason):
-        open_hub(TrainerConfig(push_to_hub=True, hub_model_id=name), tmp_path, rank=0)
+        open_repo(TrainerConfig(push_to_hub=True, hub_model_id=name), tmp_path)
     assert not hub.created
 
 
@@ -86,8 +84,7 @@ def test_a_model_that_cannot_be_pushed_stays(hub, model, tokenizer, tmp_path, fa
     assert (folder / "model.safetensors").exists()
 
 
-def test_nothing_is_asked_without_push_to_hub(tmp_path):
-    open_hub(TrainerConfig(), tmp_path, rank=0)
+def test_a_repository_is_refused_without_push_to_hub():
     with pytest.raises(ConfigError, match=re.escape("hub_model_id='me/model': it does nothing without push_to_hub")):
         TrainerConfig(hub_model_id="me/model")
 
