@@ -33,8 +33,7 @@ from grpo.config.console import free_port, start_logging
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import REPOSITORY
 from grpo.config.programs import LaunchConfig
-from grpo.run.checkpoint_files import finished_steps
-from grpo.run.run_folder import find_run_folder
+from grpo.run.run_folder import find_run_folder, finished_steps
 
 log = logging.getLogger("grpo.launch")
 

@@ -31,11 +31,11 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.lora import trained_alone
 from grpo.model.pictures import PictureProcessor
-from grpo.run.checkpoint_files import PROGRESS, Sums, checkpoints, read_progress, readable, sum_files, write_progress
 from grpo.run.collective import from_first, gather
 from grpo.run.description import RunDescription, check_same
 from grpo.run.exit import how_to_continue
 from grpo.run.folder import SaveError, describe_room, put_in_place, to_disk, write_model
+from grpo.run.run_folder import PROGRESS, Sums, checkpoints, read_progress, readable, sum_files, write_progress
 
 log = logging.getLogger(__name__)
 

@@ -41,10 +41,7 @@ class RunDescription:
     def __init__(self, config: TrainerConfig, examples: list[Example], ranks: int):
         self._config = config
         # Two prompts of one text may have different pictures.
-        prompts = [
-            key_of(example.prompt_ids).hex() if pictures_of(example.prompt_ids) else example.prompt
-            for example in examples
-        ]
+        prompts = [key_of(row.prompt_ids).hex() if pictures_of(row.prompt_ids) else row.prompt for row in examples]
         in_few_bits = config.quantization != "none" or config.optim == "adamw_8bit"
         self.fields: dict[str, Any] = {
             "ranks": ranks,
@@ -59,10 +56,8 @@ class RunDescription:
 
     def identity(self, model: str) -> str:
         """Return 16 hex digits of model, prompts and settings: equal for every start of a run, different between runs
-        with different completions. Columns are left out: other columns give the policy other bits, and the rollouts of
-        a version with other bits are not used.
-
-        `model` is the fingerprint of the initial policy."""
+        with different completions. `model` is the fingerprint of the initial policy. Columns are left out: others give
+        the policy other bits, and the rollouts of a version with other bits are not used."""
         # A default is left out, so that a setting that is added later changes no run's.
         defaults = self._defaults()
         settings = {name: value for name, value in self.fields["settings"].items() if value != defaults[name]}
@@ -82,13 +77,12 @@ class RunDescription:
             if name in USER_FILES and _absolute(before[name], directory) == _absolute(now, self.fields["directory"]):
                 continue
             check_same(checkpoint, name, before[name], now, "leave it as it was")
-        remedy = "set dataset_name to the same data"
+        remedy = "set dataset_name to the same data, or begin a new run"
         check_same(checkpoint, "the prompts' count and sum", saved["prompts"], self.fields["prompts"], remedy)
         columns_now = self.fields["columns"]
         columns = saved.get("columns", columns_now)  # an older checkpoint has none
         for name in sorted(columns.keys() | columns_now.keys()):
-            what = f"the sum of the column {name!r}"
-            check_same(checkpoint, what, columns.get(name), columns_now.get(name), f"{remedy}, or begin a new run")
+            check_same(checkpoint, f"the sum of the column {name!r}", columns.get(name), columns_now.get(name), remedy)
         if saved["ranks"] != self.fields["ranks"] and self._config.optim == "adamw_8bit":
             raise ConfigError(
                 f"resume_from_checkpoint='{checkpoint}': it is of {saved['ranks']} ranks, and AdamW's moments in 8 "
@@ -113,7 +107,6 @@ def check_same(checkpoint: Path, what: str, before: Any, now: Any, remedy: str) 
 
 
 def _absolute(names: str | list[str] | None, directory: str) -> str | list[str] | None:
-    """Return a setting of USER_FILES with the files in it by their absolute paths."""
     if isinstance(names, list):
         return [_absolute(name, directory) for name in names]
     return os.path.realpath(os.path.join(directory, names)) if names and ".py:" in names else names
@@ -126,7 +119,6 @@ def _sum_of_column(examples: list[Example], name: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Return a text for a value that JSON does not know."""
     if isinstance(value, EncodedPicture):
         value = value.file
     if hasattr(value, "tobytes"):  # an array of numpy, or a PIL image

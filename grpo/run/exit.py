@@ -22,8 +22,7 @@ class EndRun(Exception):
     """The end of a run before its last step, on every rank after the same step. The message says why."""
 
     def __init__(self, message: str, code: int = 1, traceback: str = ""):
-        """`code` is the program's exit code: 1 for a failure, 128 + its number for a signal. `traceback` is the user's
-        part of a stack, with line ends."""
+        """`code` is the exit code: 1, or 128 + a signal's number. `traceback` is the user's part, with line ends."""
         super().__init__(message)
         self.code, self.traceback = code, traceback
 
@@ -43,9 +42,7 @@ def how_to_continue(folder: Path, step: int) -> str:
 
 def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
     """Do a rank's work. Return its exit code: 0, 1 for one of `failures`, 2 for a bad setting, 128 + a signal's number.
-
-    Any other error is a bug of this program, and is raised with its traceback.
-    """
+    Raises any other error: a bug of this program."""
     start_logging(logging.INFO if is_first_rank() else logging.ERROR)
     try:
         allow_open_files()

@@ -30,9 +30,8 @@ from grpo.data.chat_template import with_system_prompt
 from grpo.model.answering import write_answering
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
-from grpo.run.checkpoint_files import write_progress
 from grpo.run.json_lines import read_records, with_error
-from grpo.run.run_folder import nearest_existing
+from grpo.run.run_folder import nearest_existing, write_progress
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +59,8 @@ def save_model(
 ) -> None:
     """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card, and the run's `step`.
 
-    Of a model with an adapter this writes the adapter alone, or with `merge_on_save` the whole merged model. Raises
-    SaveError; then `folder` does not exist.
+    Of a model with an adapter this writes the adapter alone, unless `merge_on_save` is set. Raises SaveError; then
+    `folder` does not exist.
     """
     with whole_folder(folder, "model") as unfinished:
         write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor)
@@ -77,10 +76,8 @@ def write_model(
     name: str = "MODEL",
     processor: PictureProcessor | None = None,
 ) -> None:
-    """Write as save_model does, but the folder may stay half written. Raises the libraries' errors.
-
-    `name` is the model's name in the card.
-    """
+    """Write as save_model does, but the folder may stay half written. Raises the libraries' errors. `name` is the
+    model's name in the card."""
     if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
@@ -101,10 +98,8 @@ def write_model(
 
 @contextmanager
 def whole_folder(folder: Path, what: str) -> Iterator[Path]:
-    """Yield a folder to write `what` into, and rename it to `folder` at the end.
-
-    Raises SaveError for any error inside; then `folder` does not exist.
-    """
+    """Yield a folder to write `what` into, and rename it to `folder` at the end. Raises SaveError for any error inside;
+    then `folder` does not exist."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -173,6 +168,11 @@ def write_card(
     }
     # With save_system_prompt the chat template has it.
     system = "" if config.save_system_prompt else config.system_prompt
+    turns = {"system": system, "user": "..."} if system else {"user": "..."}
+    messages = [{"role": role, "content": text} for role, text in turns.items()]
+    if takes_pictures:
+        messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns.items()]
+        messages[-1]["content"].insert(0, {"type": "image", "path": "picture.png"})
     options = [f"max_new_tokens={config.max_completion_length}", "do_sample=False"]
     if config.chat_template_kwargs:
         options.append(f"tokenizer_encode_kwargs={config.chat_template_kwargs!r}")
@@ -194,8 +194,8 @@ def write_card(
         pictures=takes_pictures,
         max_new_tokens=config.max_completion_length,
         system=system,
-        messages=_messages(system, takes_pictures),
-        text=f"{system}\n\n...\n\n" if system else "...\n\n",
+        messages=messages,
+        text="\n\n".join([*turns.values(), ""]),
         options=options,
         max_rank=f" --max-lora-rank {adapter.r}" if adapter and adapter.r > _VLLM_RANK else "",
         settings=_settings(config, adapter, takes_pictures),
@@ -204,25 +204,15 @@ def write_card(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _messages(system: str, takes_pictures: bool) -> list[dict[str, Any]]:
-    """Return an example of a conversation, in parts if the model takes pictures."""
-    turns = {"system": system, "user": "..."} if system else {"user": "..."}
-    if not takes_pictures:
-        return [{"role": role, "content": text} for role, text in turns.items()]
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns.items()]
-    messages[-1]["content"].insert(0, {"type": "image", "path": "picture.png"})
-    return messages
-
-
-def _settings(config: TrainerConfig, adapter: Any, takes_pictures: bool) -> list[tuple[str, Any]]:
-    """Return the rows of the card's table of settings."""
+def _settings(config: TrainerConfig, adapter: Any, takes_pictures: bool) -> dict[str, Any]:
+    """Return the card's table of settings."""
     settings = {name: getattr(config, name) for name in _SETTINGS}
     if adapter:
         settings |= {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "quantization": config.quantization}
-    for name in ("min_pixels", "max_pixels", "freeze_vision_tower"):
-        if takes_pictures and (value := getattr(config, name)):
-            settings[name] = value
-    return [(name, " ".join(map(str, v)) if isinstance(v, list) else v) for name, v in settings.items()]
+    if takes_pictures:
+        names = "min_pixels", "max_pixels", "freeze_vision_tower"
+        settings |= {name: getattr(config, name) for name in names if getattr(config, name)}
+    return {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def _is_on_hub(name: str) -> bool:
@@ -235,24 +225,18 @@ def _results(run: Path, step: int) -> tuple[list[str], list[list[str]]]:
     evaluated = [row for row in read_records(run / "metrics.jsonl", b'"eval_n"') if row["step"] <= step]
     if len(evaluated) < 2:
         return [], []
-    first, last = evaluated[0], evaluated[-1]
-    heads = [f"step {row['step']} ({row['eval_n']} problems)" for row in (first, last)]
-    rows = []
-    for title in ("accuracy", "reward"):
-        name = f"eval_{title}"
-        if first.get(name) is not None and last.get(name) is not None:
-            rows.append([title, with_error(first, name), with_error(last, name)])
-    return heads, rows
+    ends = evaluated[0], evaluated[-1]
+    titles = [title for title in ("accuracy", "reward") if all(row.get(f"eval_{title}") is not None for row in ends)]
+    heads = [f"step {row['step']} ({row['eval_n']} problems)" for row in ends]
+    return heads, [[title, *(with_error(row, f"eval_{title}") for row in ends)] for title in titles]
 
 
 def _versions(run: Path) -> list[str]:
     """Return the versions and the commit of the last line of starts.jsonl."""
     started = read_records(run / "starts.jsonl", b'"versions"')
-    if not started:
-        return []
-    commit = started[-1].get("commit")
-    versions = [f"{name} {number}" for name, number in started[-1]["versions"].items()]
-    return versions + ([f"commit {commit} of grpo-ref-split"] if commit else [])
+    last = started[-1] if started else {"versions": {}}
+    versions = [f"{name} {number}" for name, number in last["versions"].items()]
+    return versions + ([f"commit {last['commit']} of grpo-ref-split"] if last.get("commit") else [])
 
 
 def check_login() -> None:

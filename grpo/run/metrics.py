@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,10 +38,9 @@ class Stats:
         """Return the stats of an array or tensor of any shape; NaN (a reward that does not apply) is left out."""
         array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, np.float64).ravel()
         array = array[~np.isnan(array)]
-        if array.size == 0:
-            return cls(statistic=statistic)
-        squares = (array**2).sum().item()
-        return cls(array.size, array.sum().item(), squares, array.min().item(), array.max().item(), statistic)
+        total, squares = array.sum().item(), (array**2).sum().item()
+        low, high = array.min(initial=math.inf).item(), array.max(initial=-math.inf).item()
+        return cls(array.size, total, squares, low, high, statistic)
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
@@ -94,8 +94,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self.memory: dict[str, float] = {}
+        self.seconds, self.memory = defaultdict[str, float](float), defaultdict[str, float](float)
         self.open: list[str] = []
         """phases that have not ended, the outermost first"""
         self.ended = ""
@@ -110,8 +109,8 @@ class PhaseClock:
         self._note_memory()
         self.open.pop()
         self.ended = self.ended if self.open else phase
-        seconds = time.perf_counter() - start - (sum(self.seconds.values()) - booked_before)  # without inner phases
-        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + seconds
+        inner = sum(self.seconds.values()) - booked_before
+        self.seconds[f"time/{phase}"] += time.perf_counter() - start - inner
 
     def _note_memory(self) -> None:
         """Book the peak since the last call to the open phase. Reads the allocator's counts: no wait for the device."""
@@ -119,10 +118,10 @@ class PhaseClock:
             return
         phases = [phase for phase in self.open if phase != "wait_ref"]  # the memory held there is of the phase around
         if phases:
-            tensors, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            for name, peak in ((phases[-1], tensors), ("reserved", reserved)):
+            peaks = {phases[-1]: torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            for name, peak in peaks.items():
                 name = f"memory/peak_{name}"
-                self.memory[name] = max(self.memory.get(name, 0.0), peak / 2**30)
+                self.memory[name] = max(self.memory[name], peak / 2**30)
         torch.cuda.reset_peak_memory_stats()
 
     def total(self) -> float:

@@ -19,10 +19,17 @@ from grpo.config.fields import REPOSITORY
 from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
 from grpo.run.collective import from_first, gather
 from grpo.run.description import LIBRARIES
-from grpo.run.run_folder import find_run_folder, make_run_folder, nearest_existing, writable
+from grpo.run.run_folder import (
+    damage,
+    find_checkpoints,
+    find_run_folder,
+    finished_steps,
+    make_run_folder,
+    nearest_existing,
+    writable,
+)
 from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import pictures_of
 
@@ -84,10 +91,9 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
 
 
 def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:
-    """Return the newest undamaged checkpoint to continue from; None if the run has no checkpoint.
+    """Return the newest undamaged checkpoint to continue from, or None without one; rename the newer, damaged ones.
 
-    Renames the newer, damaged ones to `checkpoint-STEP.damaged`. Raises ConfigError on every rank as find_checkpoints,
-    for a checkpoint of another format, and if all are damaged.
+    Raises ConfigError on every rank as find_checkpoints, for a checkpoint of another format, and if all are damaged.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in on_first(rank, lambda: find_checkpoints(config)):
@@ -95,18 +101,17 @@ def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path 
             reason: str | ConfigError | None = damage(checkpoint, rank, world_size)
         except ConfigError as error:
             reason = error
-        reasons = list(filter(None, gather(reason)))
-        if not reasons:
+        reason = next(filter(None, gather(reason)), None)
+        if reason is None:
             on_first(rank, partial(_rename_damaged, damaged, checkpoint))
             return checkpoint
-        if isinstance(reasons[0], ConfigError):
-            raise reasons[0]
+        if isinstance(reason, ConfigError):
+            raise reason
         if config.resume_from_checkpoint != "last":
             raise ConfigError(
-                f"resume_from_checkpoint='{checkpoint}': it is damaged: {reasons[0]}: use 'last', which takes an older "
-                "one"
+                f"resume_from_checkpoint='{checkpoint}': it is damaged: {reason}: use 'last', which takes an older one"
             )
-        damaged[checkpoint] = reasons[0]
+        damaged[checkpoint] = reason
     if damaged:
         details = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
         raise ConfigError(
@@ -146,15 +151,13 @@ def describe_inputs(
     config: TrainerConfig, ds_config: dict[str, Any], rewards: Mapping[str, Callable | str], data: list[list[Example]]
 ) -> dict[str, Any]:
     """Describe everything that must be the same on every rank: settings, data, versions, the program's files."""
-    settings = {name: value for name, value in asdict(config).items() if name not in _PLACES}
-    problems = {
-        f"the fingerprint of {what}": fingerprint(
-            *([row.prompt, *map(fingerprint, pictures_of(row.prompt_ids)), row.gold] for row in examples)
-        )
-        for what, examples in zip(("the prompts and answers", "the held-out ones"), data, strict=True)
-    }
-    files = {str(path.relative_to(REPOSITORY)): path for path in sorted(REPOSITORY.glob("grpo/**/*.py"))}
-    files["grpo_ref_split.py"] = REPOSITORY / "grpo_ref_split.py"
+    values = {name: value for name, value in asdict(config).items() if name not in _PLACES} | {"deepspeed": ds_config}
+    for what, examples in zip(("the prompts and answers", "the held-out ones"), data, strict=True):
+        rows = ([row.prompt, *map(fingerprint, pictures_of(row.prompt_ids)), row.gold] for row in examples)
+        values[f"the fingerprint of {what}"] = fingerprint(*rows)
+    values |= {f"the version of {name}": version(name) for name in LIBRARIES}
+    paths = [REPOSITORY / "grpo_ref_split.py", *sorted(REPOSITORY.glob("grpo/**/*.py"))]
+    files = {str(path.relative_to(REPOSITORY)): path for path in paths}
     for name in (config.loss_type, config.advantage_estimator):
         if ":" in name:
             files[f"the file of {name}"] = Path(name.rpartition(":")[0])
@@ -162,9 +165,7 @@ def describe_inputs(
         file = getattr(sys.modules.get(reward.__module__), "__file__", None) if callable(reward) else None
         if file:
             files[f"the file of {name}"] = Path(file)
-    program = {f"the fingerprint of {name}": fingerprint(path.read_bytes()) for name, path in files.items()}
-    versions = {f"the version of {name}": version(name) for name in LIBRARIES}
-    return settings | {"deepspeed": ds_config} | problems | versions | program
+    return values | {f"the fingerprint of {name}": fingerprint(path.read_bytes()) for name, path in files.items()}
 
 
 def check_alike(local_values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Finds, checks, makes and locks the folder of a run or an evaluation.
+"""The folder of a run or an evaluation: finds, checks, makes and locks it, and finds and checks its checkpoints.
 
 Imports no torch: grpo.launch checks the folder before it starts anything.
 """
@@ -6,27 +6,42 @@ Imports no torch: grpo.launch checks the folder before it starts anything.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import logging
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from grpo.config.errors import ConfigError
 from grpo.config.record_settings import RecordSection
-from grpo.run.checkpoint_files import checkpoints, find_checkpoints
 from grpo.run.json_lines import read_records
 
 log = logging.getLogger(__name__)
 
+FORMAT = 5
+PROGRESS = "progress.json"
+"""the file of a checkpoint that is written last: a folder that has it is complete"""
 LOCK = "trainer.lock"
 """the lock's file in the run's folder; it names the host and the process that write there. Opening and closing the file
 in that process releases the lock."""
 
 _WAIT = 20.0  # seconds that a killed process may take to end
+_PIECE = 1 << 20  # bytes read at once
+_THREADS = 4  # files read at the same time
+
+Sums = dict[str, list]
+"""size in bytes and SHA-256 by the file's path in the checkpoint"""
+
+
+class Damaged(Exception):
+    """A saved folder that cannot be used. The message names the file and its damage."""
 
 
 def lock_run(folder: Path) -> None:
@@ -114,3 +129,137 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
         is_used = has_run or checkpoints(folder) or (folder / "metrics.json").exists()
     if is_used:
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
+
+
+def find_checkpoints(config: RecordSection) -> list[Path]:
+    """Return the checkpoints to continue from, the newest first; empty if the run begins.
+
+    Raises ConfigError if the run cannot continue from the named checkpoint.
+    """
+    name = config.resume_from_checkpoint
+    if name is None:
+        return []
+    if name == "last":
+        return checkpoints(Path(config.output_dir))[::-1]
+    path = Path(name)
+    if not (path / PROGRESS).is_file():
+        raise ConfigError(
+            f"resume_from_checkpoint='{path}': there is no {PROGRESS} in it: name a folder checkpoint-STEP of a run, "
+            "or 'last' with its output_dir"
+        )
+    if config.output_dir is not None and Path(config.output_dir).resolve() != path.resolve().parent:
+        raise ConfigError(
+            f"resume_from_checkpoint='{path}': it is of the run {path.parent}, not of "
+            f"output_dir='{config.output_dir}': leave output_dir out"
+        )
+    later = [checkpoint.name for checkpoint in checkpoints(path.parent) if step_of(checkpoint) > step_of(path)]
+    if later:
+        raise ConfigError(
+            f"resume_from_checkpoint='{path}': the run has {' and '.join(later)} too, which go another way from there: "
+            "delete them, or use 'last'"
+        )
+    return [path]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """List the complete checkpoints in a run's folder, the oldest first."""
+    folders = [path.parent for path in run.glob(f"checkpoint-*/{PROGRESS}")]
+    return sorted((folder for folder in folders if folder.name[11:].isdecimal()), key=step_of)
+
+
+def readable(run: Path) -> dict[Path, dict[str, Any]]:
+    """Return progress.json of each checkpoint of this format, the oldest first, if it is undamaged: a damaged one is
+    reported when a run resumes, and must not keep it from saving new ones."""
+    contents = {}
+    for checkpoint in checkpoints(run):
+        with suppress(Damaged):
+            if (content := read_progress(checkpoint))["format"] == FORMAT:
+                contents[checkpoint] = content
+    return contents
+
+
+def finished_steps(run: Path) -> int:
+    """Return the step after which the run ended and saved its model; 0 if it has not ended."""
+    try:
+        return read_progress(run / "model").get("step", 0)
+    except Damaged:
+        return 0
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the checkpoint's name."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def write_progress(folder: Path, content: dict[str, Any]) -> None:
+    """Write progress.json: the content, the format's number and the SHA-256 of both."""
+    content = {"format": FORMAT} | content
+    text = json.dumps(content | {"sha256": _sum_content(content)}, indent=2)
+    (folder / PROGRESS).write_text(text + "\n", encoding="utf-8")
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """Read what write_progress wrote, in this or any earlier format. Raises Damaged."""
+    try:
+        content = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Damaged(f"{PROGRESS} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict) and isinstance(content.get("format"), int):
+        written_sum = content.pop("sha256", None)
+        # Formats 1 and 2 had no sum.
+        if written_sum == _sum_content(content) or (written_sum is None and content["format"] < 3):
+            return content
+    raise Damaged(f"{PROGRESS} is not as it was written")
+
+
+def check_format(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Raise ConfigError if the content of progress.json is of another format."""
+    if content["format"] != FORMAT:
+        raise ConfigError(
+            f"resume_from_checkpoint='{checkpoint}': the checkpoint's format is {content['format']!r} there and "
+            f"{FORMAT} here: use the version of this program that wrote it"
+        )
+
+
+def sum_files(folder: Path, names: Iterable[str]) -> Sums:
+    """Return size and SHA-256 of each of these files. Raises OSError."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(threads.map(lambda name: (name, _sum_file(folder / name)), names))
+
+
+def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
+    """Return the first damage of progress.json, and of part number `share` of `shares` parts of the other files; or
+    None. Raises ConfigError for a checkpoint of another format."""
+    try:
+        content = read_progress(checkpoint)
+    except Damaged as damaged:
+        return str(damaged)
+    check_format(checkpoint, content)
+    written: Sums = content["files"]
+
+    def check_file(name: str) -> str | None:
+        path, (size, _) = checkpoint / name, written[name]
+        try:
+            is_whole = path.stat().st_size == size and _sum_file(path) == written[name]
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return None if is_whole else f"{name} is not as it was written"
+
+    names = sorted(written, key=lambda name: (written[name][0], name), reverse=True)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return next(filter(None, threads.map(check_file, names[share::shares])), None)
+
+
+def _sum_file(path: Path) -> list:
+    digest, size, piece = hashlib.sha256(), 0, bytearray(_PIECE)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(memoryview(piece)[:count])
+            size += count
+    return [size, digest.hexdigest()]
+
+
+def _sum_content(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -32,11 +32,10 @@ from grpo.model.memory import Memory, Terms, change_lines, on_meta, trainer_line
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, freeze_vision_tower, vision_parameters
 from grpo.pool.client import PoolClient
-from grpo.run.checkpoint_files import Damaged, check_format, find_checkpoints, finished_steps, read_progress
 from grpo.run.collective import own_place
 from grpo.run.description import RunDescription
 from grpo.run.folder import check_login
-from grpo.run.run_folder import find_run_folder
+from grpo.run.run_folder import Damaged, check_format, find_checkpoints, find_run_folder, finished_steps, read_progress
 from grpo.tools.dialogue import UserResponder
 from grpo.trainer.deepspeed_engine import engine_config
 from grpo.trainer.pool_sampler import describe_workers

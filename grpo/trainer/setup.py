@@ -39,13 +39,12 @@ from grpo.model.pictures import PictureProcessor, freeze_vision_tower, load_proc
 from grpo.model.trial import make_batcher
 from grpo.pool.client import Retrier
 from grpo.rewards.compute import load_reward_funcs, start_rewards
-from grpo.run.checkpoint_files import read_progress
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
 from grpo.run.description import RunDescription
 from grpo.run.metrics import PhaseClock
 from grpo.run.preflight import check_alike, on_first
 from grpo.run.recorder import Recorder, describe_start, record_start
-from grpo.run.run_folder import make_run_folder
+from grpo.run.run_folder import make_run_folder, read_progress
 from grpo.run.signals import Launcher, StopSignals
 from grpo.run.trackers import check_report_to
 from grpo.sampling.sampler import Sampler

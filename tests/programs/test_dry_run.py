@@ -18,8 +18,8 @@ from demo.task import write_dataset
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.memory import activations, total, trainer_lines
-from grpo.run.checkpoint_files import write_progress
 from grpo.run.description import RunDescription
+from grpo.run.run_folder import write_progress
 from grpo.trainer.dry_run import dry_run, policy_on_meta
 from grpo.trainer.rank_memory import RankWork, rank_memory
 

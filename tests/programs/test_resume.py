@@ -43,7 +43,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.run.checkpoint_files import (
+from grpo.run.checkpoints import Checkpoints, Progress
+from grpo.run.description import RunDescription
+from grpo.run.folder import SaveError
+from grpo.run.recorder import Recorder
+from grpo.run.run_folder import (
     checkpoints,
     damage,
     find_checkpoints,
@@ -52,10 +56,6 @@ from grpo.run.checkpoint_files import (
     sum_files,
     write_progress,
 )
-from grpo.run.checkpoints import Checkpoints, Progress
-from grpo.run.description import RunDescription
-from grpo.run.folder import SaveError
-from grpo.run.recorder import Recorder
 from grpo.wire.picture_files import EncodedPicture
 
 

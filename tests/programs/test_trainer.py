@@ -26,7 +26,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import load_examples
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.run.checkpoint_files import write_progress
+from grpo.run.run_folder import write_progress
 from grpo.sampling.generate import LocalSampler
 
 NAMES = [

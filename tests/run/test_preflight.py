@@ -16,10 +16,9 @@ from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import module_name
 from grpo.data.records import Example
 from grpo.rewards.compute import load_reward_funcs
-from grpo.run.checkpoint_files import sum_files, write_progress
 from grpo.run.collective import own_place
 from grpo.run.preflight import check_alike, describe_inputs, find_run
-from grpo.run.run_folder import make_run_folder
+from grpo.run.run_folder import make_run_folder, sum_files, write_progress
 
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
