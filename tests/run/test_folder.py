@@ -4,53 +4,42 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.run.folder import SaveError, save_model
-from grpo.run.recorder import Recorder
 from grpo.run.run_folder import find_run_folder, make_run_folder
 
 
-def config(*options) -> TrainerConfig:
-    return parse_arguments(TrainerConfig, "", list(options))
-
-
-def test_a_saved_model_loads_and_is_the_same(model, tokenizer, tmp_path):
+def test_a_saved_model_loads_and_is_the_same_whatever_an_interrupted_save_left(model, tokenizer, tmp_path):
+    (tmp_path / "model.unfinished").mkdir()
+    (tmp_path / "model.unfinished/rubbish").touch()
     save_model(model, tokenizer, tmp_path / "model", TrainerConfig())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
     assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == tokenizer.get_vocab()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_what_an_interrupted_save_left_is_replaced(model, tokenizer, tmp_path):
-    (tmp_path / "model.unfinished").mkdir()
-    (tmp_path / "model.unfinished" / "rubbish").touch()
-    save_model(model, tokenizer, tmp_path / "model", TrainerConfig())
-    assert not (tmp_path / "model" / "rubbish").exists()
+    assert not (tmp_path / "model/rubbish").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_failed_save_says_where_and_leaves_nothing(model, tokenizer, tmp_path):
     (tmp_path / "model").write_text("a file is in the way")
-    said = rf"could not be saved to {tmp_path / 'model'}: .* \(\d+ MiB of its disk are free\): nothing was left"
-    with pytest.raises(SaveError, match=said):
+    reason = rf"could not be saved to {tmp_path / 'model'}: .* \(\d+ MiB of its disk are free\): nothing was left"
+    with pytest.raises(SaveError, match=reason):
         save_model(model, tokenizer, tmp_path / "model", TrainerConfig())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    settings = config("--output_dir", str(tmp_path / "a" / "run"))
+    settings = TrainerConfig(output_dir=str(tmp_path / "a/run"))
     make_run_folder(settings, folder := find_run_folder(settings))
     assert folder == tmp_path / "a" / "run" and folder.is_dir()
     monkeypatch.chdir(tmp_path)
-    assert find_run_folder(config()).parent.name == "runs"
+    assert find_run_folder(TrainerConfig()).parent.name == "runs"
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
-    settings = config("--output_dir", str(tmp_path))
+    settings = TrainerConfig(output_dir=str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')  # a run that failed in its first step
     make_run_folder(settings, find_run_folder(settings))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
@@ -71,15 +60,6 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_made(tmp_path, name, reason):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"output_dir='.*/{name.lstrip('/')}': {reason}: name a folder that can be"):
-        find_run_folder(config("--output_dir", str(tmp_path / name)))
-    find_run_folder(config("--output_dir", str(tmp_path / "a/run")))
+        find_run_folder(TrainerConfig(output_dir=str(tmp_path / name)))
+    find_run_folder(TrainerConfig(output_dir=str(tmp_path / "a/run")))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_the_settings_of_a_run_are_those_it_went_on_with(tmp_path):
-    for steps, name in ((10, None), (14, "last")):
-        folder = str(tmp_path)
-        settings = TrainerConfig(max_steps=steps, resume_from_checkpoint=name, output_dir=folder, report_to=["none"])
-        Recorder(settings, tmp_path, after=-1).close()
-        written = config("--config", str(tmp_path / "config.yaml"))
-        assert written.max_steps == steps and written.resume_from_checkpoint is None

@@ -13,7 +13,6 @@ from servers import wait_until
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run import run_folder as run_lock
 from grpo.run.preflight import find_run
 from grpo.run.run_folder import LOCK, lock_run
 
@@ -31,26 +30,23 @@ time.sleep(60)
 
 @contextmanager
 def holder(folder):
-    """Another trainer, and the number of the process that it has forked off."""
+    """Another trainer, which has forked off a process."""
     command = [sys.executable, "-c", HOLD, str(folder)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         child = int(process.stdout.readline())
         try:
-            yield process, child
+            yield process
         finally:
             subprocess.run(["kill", "-9", str(process.pid), str(child)], check=False)
 
 
 def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "_WAIT", 0.3)
+    monkeypatch.setattr("grpo.run.run_folder._WAIT", 0.3)
     settings = TrainerConfig(output_dir=str(tmp_path))
-    with holder(tmp_path) as (trainer, _):
-        with pytest.raises(ConfigError):
-            lock_run(tmp_path)
-        with pytest.raises(ConfigError) as refused:
-            find_run(settings, 0, 1)
+    with holder(tmp_path) as trainer:
         message = rf"^output_dir='{tmp_path}': another trainer \(process {trainer.pid} on .+\) writes there: wait for"
-        assert refused.match(message)
+        with pytest.raises(ConfigError, match=message):
+            find_run(settings, 0, 1)
         assert (tmp_path / LOCK).read_text().startswith(f"process {trainer.pid} on ")
         assert [path.name for path in tmp_path.iterdir()] == [LOCK]
         trainer.kill(), trainer.wait()
@@ -65,7 +61,7 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path, caplog):
         wait_until(lambda: "waiting" in caplog.text)
         trainer.kill()
 
-    with holder(tmp_path) as (trainer, _), ThreadPoolExecutor(1) as threads:
+    with holder(tmp_path) as trainer, ThreadPoolExecutor(1) as threads:
         ended = threads.submit(end_when_waited_for, trainer)
         lock_run(tmp_path)
         ended.result()
