@@ -186,7 +186,7 @@ def moving_average(values: np.ndarray, window: int, places: np.ndarray) -> np.nd
     """
     half = min((window - 1) // 2, len(values) - 1)
     # Missing ones are NaN. A running sum would be faster, but one huge value would drown all that follow it.
-    padded = np.pad(values, half, constant_values=np.nan)
+    padded = np.pad(np.asarray(values, np.float64), half, constant_values=np.nan)
     return np.nanmean(sliding_window_view(padded, 2 * half + 1)[places], axis=1)
 
 

@@ -1,19 +1,44 @@
-"""A run's files read back: whole, half written, damaged, repeated, missing, and far too many completions."""
+"""A run's files read back: whole, half written, damaged, repeated, missing, far too many completions and pictures."""
 
+import base64
+import io
 import itertools
 import json
 import random
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import LAUGHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pictured import drawing
+from PIL import Image
 from recorded import completion, write
 
 from grpo.config.errors import ConfigError
-from grpo.report.read import LONGEST_TEXT, STEP_COMPLETIONS, read_completions, read_run
+from grpo.report.read import (
+    LARGEST_FILE,
+    LONGEST_SIDE,
+    LONGEST_TEXT,
+    STEP_COMPLETIONS,
+    read_completions,
+    read_pictures,
+    read_run,
+)
+
+METRICS = [{"step": 1, "reward": 1}]
+
+
+def recorded(folder, completions, pictures: dict[str, bytes] | None = None):
+    """Return a run with pictures, and its blocks of completions, of which all have room."""
+    write(folder, METRICS, completions)
+    (folder / "pictures").mkdir()
+    for name, data in (pictures or {}).items():
+        (folder / "pictures" / name).write_bytes(data)
+    run = read_run(folder)
+    return run, read_completions(run, 10**6)
 
 
 def test_numbers_come_back_by_step_and_what_is_no_finite_number_is_missing(tmp_path):
@@ -29,30 +54,19 @@ def test_numbers_come_back_by_step_and_what_is_no_finite_number_is_missing(tmp_p
     assert run.names == ["eval_accuracy", "reward", "loss"] and run.settings == {"max_steps": 3} and run.notes == []
 
 
-def test_a_line_that_was_cut_off_is_said_and_the_rest_is_read(tmp_path):
-    write(tmp_path, [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}])
-    whole = (tmp_path / "metrics.jsonl").read_bytes()
-    for cut in range(1, len(whole)):
-        (tmp_path / "metrics.jsonl").write_bytes(whole[:cut])
-        first, second = (len(line) for line in whole.splitlines())
-        if cut < first:
-            with pytest.raises(ConfigError, match="no step yet"):
-                read_run(tmp_path)
-            continue
-        run = read_run(tmp_path)
-        assert list(run.rows) == ([1, 2] if cut >= first + 1 + second else [1])
-        half = first + 1 < cut < first + 1 + second
-        assert ["half written" in note for note in run.notes] == ([True] if half else [])
-
-
-def test_damaged_lines_are_counted_and_left_out(tmp_path):
+def test_damaged_and_half_written_lines_are_counted_and_left_out(tmp_path):
     write(tmp_path, [{"step": 1, "reward": 0.1}])
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 2, "rew\n[]\n{"step": -1}\n{"step": true}\n{"reward": 1}\n\xff\x00\n' + b"[" * 100_000)
         file.write(b'\n{"step": 3, "reward": 0.3}\n')
-    run = read_run(tmp_path)
-    assert list(run.rows) == [1, 3]
-    assert run.notes == ["damaged lines of metrics.jsonl that are left out: 2, 3, 4, 5, 6, ... (7 in all)"]
+    half = b'{"step": 4, "reward": 0.4}'
+    for size in range(len(half) + 1):
+        with open(tmp_path / "metrics.jsonl", "ab") as file:
+            file.write(half[:size][-1:])
+        run, count = read_run(tmp_path), 7 + (0 < size < len(half))
+        assert list(run.rows) == ([1, 3] if size < len(half) else [1, 3, 4])
+        damaged = "damaged or half-written lines of metrics.jsonl are left out: 2, 3, 4, 5, 6, ..."
+        assert run.notes == [f"{damaged} ({count} in all)"]
 
 
 def test_of_a_step_that_is_there_twice_the_last_counts(tmp_path):
@@ -71,33 +85,24 @@ def test_of_a_step_that_is_there_twice_the_last_counts(tmp_path):
 def test_what_is_no_run_is_refused_and_what_is_missing_said(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    begun = write(tmp_path / "begun", [])
-    cases = [
-        (tmp_path / "nothing", "there is no such folder: name the folder of a run"),
-        (tmp_path / "file", "it is a file: name the folder of a run"),
-        (tmp_path / "empty", "it has no metrics.jsonl: name one that the trainer made"),
-        (begun, "metrics.jsonl has no step yet"),
-    ]
-    for folder, message in cases:
-        with pytest.raises(ConfigError, match=message) as raised:
-            read_run(folder)
-        assert str(raised.value).startswith(f"runs='{folder}': ")
-    bare = read_run(write(tmp_path / "bare", [{"step": 1, "reward": 1}], settings=None))
+    write(tmp_path / "begun", [])
+    reasons = dict.fromkeys(["nothing", "file", "empty"], "there is no metrics.jsonl of a run: name a folder that")
+    for name, reason in (reasons | {"begun": "metrics.jsonl has no step yet"}).items():
+        with pytest.raises(ConfigError, match=f"^runs='{tmp_path / name}': {reason}"):
+            read_run(tmp_path / name)
+    unknown = "config.yaml is missing or cannot be read: the settings are unknown"
+    bare = read_run(write(tmp_path / "bare", METRICS, settings=None))
     assert read_completions(bare, 10**6) == [] and bare.settings == {}
-    assert bare.notes == [
-        "there is no config.yaml: its settings are unknown",
-        "there is no completions.jsonl: no completions are shown",
-    ]
+    assert bare.notes == [unknown, "there is no completions.jsonl: no completions are shown"]
     for broken in ("a: [", "- 1", "\x00", "a: &a [*a]", "? [1]\n: 2", LAUGHS):
-        run = read_run(write(tmp_path / "broken", [{"step": 1, "reward": 1}], settings=broken))
-        assert run.notes == ["config.yaml cannot be read: its settings are unknown"]
+        assert read_run(write(tmp_path / "broken", METRICS, settings=broken)).notes == [unknown]
 
 
 def test_completions_are_grouped_by_prompt_and_keep_their_facts(tmp_path):
     rows = [completion(0, "eval", prompt=f"q{place}", correct=place == 1, reward=None) for place in range(2)]
     logged = {"extracted": "x" * 300, "parts": [1, 2], "none": None}
     rows += [completion(1, advantage=sign * 0.5, completion={"not": "text"}, **logged) for sign in (1, -1)]
-    blocks = read_completions(read_run(write(tmp_path, [{"step": 1, "reward": 1}], rows)), 10**6)
+    _, blocks = recorded(tmp_path, rows)
     assert [(block["step"], block["phase"], block["left_out"]) for block in blocks] == [(0, "eval", 0), (1, "train", 0)]
     assert [group["prompt"] for group in blocks[0]["groups"]] == ["q0", "q1"]
     assert [group["completions"][0]["facts"] for group in blocks[0]["groups"]] == [
@@ -114,17 +119,12 @@ def test_completions_are_grouped_by_prompt_and_keep_their_facts(tmp_path):
 def test_a_conversation_keeps_who_wrote_what(tmp_path):
     call = {"type": "function", "function": {"name": "price", "arguments": {"item": "pen"}}}
     messages = [
-        {"role": "assistant", "content": "I ask.", "tool_calls": [call, "damaged", {"function": 3}]},
+        {"role": "assistant", "content": "I ask.", "tool_calls": [call]},
         {"role": "tool", "name": "price", "content": "7"},
-        "damaged",
         {"role": "assistant", "content": "It is 7." + "x" * LONGEST_TEXT},
     ]
-    rows = [completion(1, messages=messages), completion(1, messages="damaged")]
-    ((first, second),) = (
-        group["completions"]
-        for block in read_completions(read_run(write(tmp_path, [{"step": 1, "reward": 1}], rows)), 10**6)
-        for group in block["groups"]
-    )
+    _, blocks = recorded(tmp_path, [completion(1, messages=messages), completion(1)])
+    first, second = blocks[0]["groups"][0]["completions"]
     assert [segment["role"] for segment in first["segments"]] == ["assistant", "tool price", "assistant"]
     texts = [segment["text"] for segment in first["segments"]]
     assert texts[:2] == ['I ask.\nprice({"item": "pen"})', "7"]
@@ -134,16 +134,14 @@ def test_a_conversation_keeps_who_wrote_what(tmp_path):
 
 def test_a_long_text_keeps_its_beginning_and_its_end(tmp_path):
     text = "".join(random.Random(0).choices("abcdefgh \n", k=3 * LONGEST_TEXT))
-    run = read_run(write(tmp_path, [{"step": 1, "reward": 1}], [completion(1, completion=text)]))
-    shown = read_completions(run, 10**6)[0]["groups"][0]["completions"][0]["text"]
+    _, blocks = recorded(tmp_path, [completion(1, completion=text)])
+    shown = blocks[0]["groups"][0]["completions"][0]["text"]
     head, tail = shown.split(f"\n[… {2 * LONGEST_TEXT:,} characters are left out here …]\n")
     assert text.startswith(head) and text.endswith(tail) and len(head + tail) == LONGEST_TEXT
 
 
 def test_a_step_shows_its_first_completions_and_counts_the_others(tmp_path):
-    rows = [completion(1, completion=str(number)) for number in range(STEP_COMPLETIONS + 6)]
-    run = read_run(write(tmp_path, [{"step": 1, "reward": 1}], rows))
-    (block,) = read_completions(run, 10**6)
+    _, (block,) = recorded(tmp_path, [completion(1, completion=str(place)) for place in range(STEP_COMPLETIONS + 6)])
     texts = [shown["text"] for shown in block["groups"][0]["completions"]]
     assert texts == [str(number) for number in range(STEP_COMPLETIONS)] and block["left_out"] == 6
 
@@ -154,7 +152,7 @@ def test_steps_are_left_out_evenly_but_never_the_first_and_the_last(steps, copie
     with tempfile.TemporaryDirectory() as folder:
         texts = {step: "x" * chance.randrange(2000) for step in range(1, steps + 1)}
         rows = [completion(step, completion=texts[step]) for step in texts for _ in range(copies)]
-        run = read_run(write(Path(folder), [{"step": 1, "reward": 1}], rows))
+        run = read_run(write(Path(folder), METRICS, rows))
         blocks = read_completions(run, size)
     shown = [block["step"] for block in blocks]
     assert shown[0] == 1 and shown[-1] == steps and shown == sorted(set(shown))
@@ -166,3 +164,52 @@ def test_steps_are_left_out_evenly_but_never_the_first_and_the_last(steps, copie
         assert run.notes == [f"completions of {len(blocks)} of {steps} training steps are shown, evenly chosen"]
         gaps = [after - before for before, after in itertools.pairwise(shown)]
         assert len({*gaps[:-1]}) <= 1 and gaps[-1] <= gaps[0]
+
+
+def test_a_group_has_its_own_pictures(tmp_path):
+    """Two problems of one text and one answer are told apart by them."""
+    completions = [completion(1, pictures=[name]) for name in ("a.png", "a.png", "b.jpg")] + [completion(1)]
+    files = {"a.png": drawing(24, 16, 0), "b.jpg": drawing(24, 16, 1, "JPEG")}
+    run, blocks = recorded(tmp_path, completions, files)
+    groups = [(group.get("pictures"), len(group["completions"])) for group in blocks[0]["groups"]]
+    assert groups == [(["a.png"], 2), (["b.jpg"], 1), (None, 1)]
+    urls = read_pictures(run, blocks, 10**6)
+    assert urls == {
+        name: f"data:image/{kind};base64,{base64.b64encode(files[name]).decode()}"
+        for name, kind in (("a.png", "png"), ("b.jpg", "jpeg"))
+    }
+    assert run.notes == []
+
+
+def test_a_large_picture_is_made_smaller(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (600, 1200, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).resize((2400, 1200)).save(file, "PNG")
+    run, blocks = recorded(tmp_path, [completion(1, pictures=["a.png"])], {"a.png": file.getvalue()})
+    (url,) = read_pictures(run, blocks, 10**6).values()
+    small = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert len(file.getvalue()) > LARGEST_FILE and small.size == (LONGEST_SIDE, LONGEST_SIDE // 2)
+
+
+def test_what_is_not_there_or_no_picture_is_left_out_and_said(tmp_path):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(drawing(8, 8, 0))
+    names = ["../../secret.png", str(secret), "config.yaml", 7, None]
+    completions = [completion(1, pictures=names), completion(2, pictures=["gone.png", "bad.png"])]
+    run, blocks = recorded(tmp_path / "run", completions, {"bad.png": b"x" * 2 * LARGEST_FILE})
+    assert [block["groups"][0].get("pictures") for block in blocks] == [None, ["gone.png", "bad.png"]]
+    assert read_pictures(run, blocks, 10**6) == {}
+    assert run.notes == ["0 of 2 pictures are shown"]
+
+
+def test_where_not_all_fit_those_of_training_are_left_out_evenly(tmp_path):
+    files = {f"{place}.png": drawing(40, 40, place) for place in range(30)}
+    completions = [completion(step, pictures=[f"{step}.png"]) for step in range(1, 25)]
+    held_out = [completion(step, "eval", pictures=[f"{25 + place}.png"]) for step in (0, 9) for place in range(5)]
+    run, blocks = recorded(tmp_path, completions + held_out, files)
+    whole = sum(map(len, read_pictures(run, blocks, 10**6).values()))
+    assert run.notes == []
+    urls = read_pictures(run, blocks, whole // 2)
+    assert sum(map(len, urls.values())) <= whole // 2 + 30 * 24
+    assert {f"{25 + place}.png" for place in range(5)} < set(urls) and {"1.png", "24.png"} < set(urls)
+    assert run.notes == [f"{len(urls)} of 29 pictures are shown"]

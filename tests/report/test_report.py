@@ -45,11 +45,9 @@ def main(monkeypatch, capsys):
 
 def metrics(count: int, **changes) -> list[dict]:
     rows = [{"step": 0, "eval_accuracy": 0.25, "eval_accuracy_se": 0.05, "eval_reward": 0.5, "eval_reward_se": 0.1}]
+    same = {"time/generate": 0.5, "time/update": 0.25, "step_time": 1.0} | changes
     for step in range(1, count + 1):
-        times = {"time/generate": 0.5, "time/update": 0.25, "step_time": 1.0}
-        rows.append(
-            {"step": step, "reward": step / count, "kl": 0.01 * step, "num_tokens": 100 * step} | times | changes
-        )
+        rows.append({"step": step, "reward": step / count, "kl": 0.01 * step, "num_tokens": 100 * step} | same)
     rows[-1]["eval_reward"] = 0.9
     return rows
 
@@ -115,14 +113,13 @@ def test_mistakes_end_in_one_line_and_nothing_is_written(main, tmp_path):
     (tmp_path / "mine/report.html").write_text("<h1>my own</h1>")
     cases = [
         ([], "runs=[]: name the folder of a run"),
-        ([tmp_path / "none"], "there is no such folder"),
-        ([tmp_path / "evaluation"], "has no metrics.jsonl"),
-        ([run, tmp_path / "other/../run"], "it is named twice"),
+        ([tmp_path / "evaluation"], "there is no metrics.jsonl of a run"),
+        ([run, tmp_path / "other/../run"], "name each run once"),
         ([run] * 11, "only 10 can be told apart"),
         ([run, "--smoothing", -1], "smoothing=-1: use 0 or more"),
-        ([run, "--output", another_run], "it holds something else: name a new folder, or that of an older report"),
-        ([run, "--output", tmp_path / "mine"], "it holds something else"),
-        ([run, "--output", run / "config.yaml"], "it is a file"),
+        ([run, "--output", another_run], "it is something else: name a new folder, or that of an older report"),
+        ([run, "--output", tmp_path / "mine"], "it is something else"),
+        ([run, "--output", run / "config.yaml"], "it is something else"),
         ([run, "--outputs", "x"], "did you mean output?"),
     ]
     before = sorted(tmp_path.rglob("*"))
@@ -140,9 +137,9 @@ def test_a_run_that_still_goes_on_is_shown_as_far_as_it_is(main, tmp_path):
         with open(run / name, "a") as file:
             file.write('{"step": 4, "rew')
     code, _, errors = main(run)
-    half = "is half written and left out: the run was killed or still goes on"
     assert code == 0
-    assert errors == [f"{run}: the last line of {name}.jsonl {half}" for name in ("metrics", "completions")]
+    half, places = "damaged or half-written lines of", {"metrics": 5, "completions": 2}
+    assert errors == [f"{run}: {half} {name}.jsonl are left out: {at} (1 in all)" for name, at in places.items()]
     assert page_data(run / "report")["runs"][0]["notes"] == [line.removeprefix(f"{run}: ") for line in errors]
 
 
@@ -157,10 +154,8 @@ def test_what_is_embedded_cannot_leave_its_place():
 def test_a_long_run_of_long_completions_gives_a_page_that_opens(main, tmp_path):
     names = [f"rewards/{name}/mean" for name in "abcdefghij"]
     rows = [{"step": step} | {name: (step * 7919 % 104729) / 104729 for name in names} for step in range(1, 10_001)]
-    text = "x" * 2_000
-    run = write(
-        tmp_path / "run", rows, [completion(step, completion=text) for step in range(1, 500) for _ in range(10)]
-    )
+    long = [completion(step, completion="x" * 2_000) for step in range(1, 500) for _ in range(10)]
+    run = write(tmp_path / "run", rows, long)
     code, _, errors = main(run)
     assert code == 0 and len(errors) == 1
     shown, recorded = map(int, re.search(r"completions of (\d+) of (\d+) training steps are shown", errors[0]).groups())
@@ -187,12 +182,9 @@ def texts_of(browser, selector: str) -> list[str]:
 
 def visible(text: str) -> str:
     """Return the text as the page shows it, with numbers for the characters that cannot be seen."""
-    hidden = {
-        character
-        for character in set(text) - set("\t\n\u200c\u200d")
-        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    }
-    return "".join(f"U+{ord(character):04X}" if character in hidden else character for character in text)
+    shown, hidden = "\t\n\u200c\u200d", ("Cc", "Cf", "Cs", "Zl", "Zp")
+    is_hidden = {letter: letter not in shown and unicodedata.category(letter) in hidden for letter in text}
+    return "".join(f"U+{ord(letter):04X}" if is_hidden[letter] else letter for letter in text)
 
 
 def choose(browser, id: str, value: str) -> None:
@@ -205,10 +197,9 @@ def opened(browser, folder, paths: int = 8) -> None:
     browser.screen(1280, 900)
     browser.open((folder / "report.html").as_uri())
     browser.wait(f"document.querySelectorAll('svg.plot path').length > {paths}")
-    drawn = (
-        "[...document.querySelectorAll('svg.plot :is(path, circle, line, text)')].map((element) => element.outerHTML)"
-    )
-    assert not re.search("NaN|Infinity|undefined", browser.js(f"{drawn}.join()"))
+    shapes = "document.querySelectorAll('svg.plot :is(path, circle, line, text)')"
+    drawn = browser.js(f"[...{shapes}].map((element) => element.outerHTML).join()")
+    assert not re.search("NaN|Infinity|undefined", drawn)
 
 
 @pytest.mark.rare
@@ -282,9 +273,8 @@ def test_the_charts_zoom_together_and_leave_out_what_never_changes(main, tmp_pat
         opened(browser, tmp_path / "run/report", paths=2)
         assert texts_of(browser, "#sections h3") == ["reward", "KL to the reference, nats per token", "loss"]
         assert texts_of(browser, "#constant tr")[1:] == ["KL coefficient beta0.5"]
-        extents = (
-            "[...document.querySelectorAll('svg.plot')].map((plot) => plot.ariaValueMin + ' ' + plot.ariaValueMax)"
-        )
+        each = "[...document.querySelectorAll('svg.plot')]"
+        extents = f"{each}.map((plot) => plot.ariaValueMin + ' ' + plot.ariaValueMax)"
         assert browser.js(extents) == ["1 40"] * 3
 
         # A drag over one chart, and the fields.
@@ -307,11 +297,8 @@ def test_the_charts_zoom_together_and_leave_out_what_never_changes(main, tmp_pat
         assert set(browser.js(extents)) == {"1 40"}
 
         # A chart with a number that is not positive has no logarithmic axis; on that of powers of two they are a line.
-        assert browser.js("[...document.querySelectorAll('.log')].map((button) => button.hidden)") == [
-            False,
-            True,
-            True,
-        ]
+        hidden = browser.js("[...document.querySelectorAll('.log')].map((button) => button.hidden)")
+        assert hidden == [False, True, True]
         browser.js("document.querySelector('.log').click()")
         path = browser.js("document.querySelector('svg.plot path').getAttribute('d')")
         heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
@@ -417,13 +404,9 @@ def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
     ]
     rows = metrics(8, **{HOSTILE[0]: 1.0, HOSTILE[1]: 1.0})
     rows[-1][HOSTILE[0]] = 2.0
-    runs = [
-        write(tmp_path / name, rows, completions, settings)
-        for name, settings in (
-            ("<script>window.pwned=1<", ""),
-            ("b", json.dumps(HOSTILE[0]) + ": " + json.dumps(HOSTILE[1])),
-        )
-    ]
+    hostile_setting = json.dumps(HOSTILE[0]) + ": " + json.dumps(HOSTILE[1])
+    settings = {"<script>window.pwned=1<": "", "b": hostile_setting}
+    runs = [write(tmp_path / name, rows, completions, text) for name, text in settings.items()]
     (runs[0] / "starts.jsonl").write_text(json.dumps({"step": 0, "command": HOSTILE[1]}))
     assert main(*runs, "--output", tmp_path / "report")[0] == 0
     with chromium(tmp_path) as browser:

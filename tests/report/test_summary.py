@@ -30,11 +30,7 @@ def test_first_and_last_numbers_stand_beside_each_other(tmp_path):
     assert f"{tmp_path}/model/README.md" in lines[-2]
 
 
-def test_a_run_without_evaluations_has_no_table_of_them(tmp_path):
-    assert words(write(tmp_path, STEPS)[0]) == "training, sampled first step last step"
-
-
-def test_a_run_whose_functions_all_returned_none_has_a_table_without_rewards(tmp_path):
+def test_without_evaluations_and_rewards_there_is_no_table_of_them(tmp_path):
     lines = write(tmp_path, [step | {"reward": None, "completions/mean_length": 9.0} for step in STEPS])
     assert [words(line) for line in lines[:3]] == [
         "training, sampled first step last step",
@@ -56,18 +52,15 @@ def test_the_commands_name_the_tools_and_the_environment_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings, words",
+    "rewards, weights, words",
     [
-        ("reward_funcs: [correctness_reward, format_reward]\nreward_weights: [1.0, 0.5]", ""),
-        (
-            "reward_funcs: [format_reward, my own.py:good]\nreward_weights: [1.0, 1.0]",
-            " format_reward 'my own.py:good'",
-        ),
-        ("reward_funcs: [a.py:b, ./c]\nreward_weights: [1.0, -0.5]", " a.py:b ./c --reward_weights 1.0 -0.5"),
-        ("reward_funcs: [http://a:1]", " http://a:1"),
+        (["correctness_reward", "format_reward"], [1.0, 0.5], ""),
+        (["format_reward", "my own.py:good"], [1.0, 1.0], " format_reward 'my own.py:good'"),
+        (["a.py:b", "./c"], [1.0, -0.5], " a.py:b ./c --reward_weights 1.0 -0.5"),
+        (["http://a:1"], None, " http://a:1"),
     ],
 )
-def test_the_command_to_evaluate_names_rewards_that_it_would_not_take_from_the_model(tmp_path, settings, words):
-    (tmp_path / "config.yaml").write_text(settings)
+def test_the_command_to_evaluate_names_rewards_that_it_would_not_take_from_the_model(tmp_path, rewards, weights, words):
+    (tmp_path / "config.yaml").write_text(json.dumps({"reward_funcs": rewards, "reward_weights": weights}))
     talk, evaluate = write(tmp_path, STEPS)[-4:-2]
     assert evaluate.endswith(f"{tmp_path}/model" + (words and f" --reward_funcs{words}")) and talk.endswith("/model")
