@@ -22,6 +22,7 @@ from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import end_by_ctrl_c, left_of, processes_below, wait_for_file
+from servers import wait_until
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config, Phi3ForCausalLM, PhiForCausalLM
 
 from grpo.chat import Answerer, AnswerPrinter, stopped_by_ctrl_c, talk
@@ -38,6 +39,8 @@ from grpo.tools.dialogue import start_turns
 from grpo.wire.picture_files import PicturedPrompt
 
 SYSTEM = "Answer in one word."
+SHORT_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "24"]
+LONG_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "400"]
 
 
 def command(model_folder, *options) -> list[str]:
@@ -55,12 +58,30 @@ def piped(model_folder, text: str, *options) -> subprocess.CompletedProcess:
     )
 
 
-def greedy(model, tokenizer, messages, length=24, **template_kwargs) -> str:
-    """The answer by transformers alone."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template_kwargs)
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """`chat(model, lines, *options)`: what the program prints, in this process, without a system prompt."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(model_folder, lines: str, *options, interactive: bool = False) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines + "\n"))
+        words = ["--model", str(model_folder), "--system_prompt", "", *SHORT_AND_GREEDY, *options]
+        talk(parse_arguments(ChatConfig, "", words), interactive)
+        return capsys.readouterr().out
+
+    return run
+
+
+def continued(model, tokenizer, text: str, length=24) -> str:
+    """The greedy continuation by transformers alone."""
     ids = tokenizer(text, return_tensors="pt")
     answer = model.generate(**ids, do_sample=False, max_new_tokens=length)[0, ids["input_ids"].shape[1] :]
     return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def greedy(model, tokenizer, messages, length=24, **template_kwargs) -> str:
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template_kwargs)
+    return continued(model, tokenizer, text, length)
 
 
 def conversation(model, tokenizer, *questions) -> str:
@@ -71,9 +92,6 @@ def conversation(model, tokenizer, *questions) -> str:
         messages.append({"role": "assistant", "content": greedy(model, tokenizer, messages)})
         printed += messages[-1]["content"] + "\n"
     return printed
-
-
-SHORT_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "24"]
 
 
 @pytest.mark.slow
@@ -102,26 +120,19 @@ def test_any_tokens_one_by_one_are_shown_as_their_text(tokenizer, ids):
     assert printed(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
 
 
-def test_characters_of_several_tokens_are_shown_whole(tokenizer):
+def test_characters_of_several_tokens_are_shown_whole_until_the_answer_is_to_stop(tokenizer):
     text = "Grüße, 猫 und 🐈\nTom has 3"
     ids = tokenizer(text)["input_ids"]
     assert len(tokenizer("猫")["input_ids"]) == 3
-    assert printed(tokenizer, ids) == text + "\n"
-    screen = io.StringIO()
+    screen, stopped = io.StringIO(), []
     with contextlib.redirect_stdout(screen):
-        printer = AnswerPrinter(tokenizer.decode, [])
+        printer = AnswerPrinter(tokenizer.decode, stopped)
         for count in range(1, len(ids) + 1):
-            printer(ids[:count])
+            assert printer(ids[:count]) is False
             assert text.startswith(screen.getvalue())
-    assert screen.getvalue() == text, "nothing waits for the end"
-
-
-def test_an_answer_that_is_to_stop_says_so(tokenizer):
-    stopped = []
-    printer = AnswerPrinter(tokenizer.decode, stopped)
-    assert printer([]) is False
-    stopped.append(signal.SIGINT)
-    assert printer([]) is True
+        assert screen.getvalue() == text, "nothing waits for the end"
+        stopped.append(signal.SIGINT)
+        assert printer(ids) is True
 
 
 def test_the_first_ctrl_c_stops_an_answer_and_the_second_the_program():
@@ -135,9 +146,6 @@ def test_the_first_ctrl_c_stops_an_answer_and_the_second_the_program():
     with stopped_by_ctrl_c(interactive=False) as stopped, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert not stopped
-
-
-LONG_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "400"]
 
 
 @pytest.fixture(scope="module")
@@ -234,10 +242,10 @@ def terminal(model_folder):
         return started[-1]
 
     yield run
-    for one in started:
-        one.process.kill()
-        one.process.wait()
-        os.close(one.master)
+    for chat in started:
+        chat.process.kill()
+        chat.process.wait()
+        os.close(chat.master)
 
 
 @pytest.mark.slow
@@ -273,33 +281,24 @@ def test_questions_by_themselves_and_a_model_without_a_chat_template(model_folde
     for left in folder.glob("chat_template*"):
         left.unlink()
     tokenizer.save_pretrained(folder)
-
-    def continued(question: str) -> str:
-        ids = tokenizer(f"{SYSTEM}\n\n{question}\n\n", return_tensors="pt")
-        answer = model.generate(**ids, do_sample=False, max_new_tokens=24)[0, ids["input_ids"].shape[1] :]
-        return tokenizer.decode(answer, skip_special_tokens=True) + "\n"
-
     ended = piped(folder, "One?\nTwo?\n", *SHORT_AND_GREEDY, "--no_keep_history")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.decode() == continued("One?") + continued("Two?")
+    prompts = [f"{SYSTEM}\n\n{question}\n\n" for question in ("One?", "Two?")]
+    assert ended.stdout.decode() == "".join(continued(model, tokenizer, prompt) + "\n" for prompt in prompts)
 
 
-def test_the_template_is_told_what_the_settings_say(model_folder, model, tmp_path, monkeypatch, capsys):
+def test_the_template_is_told_what_the_settings_say(chat, model_folder, model, tmp_path):
     folder = thinking_model(model_folder, tmp_path / "thinking")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "What is 2+2?"}]
     off = {"enable_thinking": False}
     expected = [greedy(model, tokenizer, messages, **template_kwargs) + "\n" for template_kwargs in ({}, off)]
     assert expected[0] != expected[1]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = ["--model", str(folder), "--system_prompt", "", *SHORT_AND_GREEDY]
     for option, answer in zip(([], ["--chat_template_kwargs", json.dumps(off)]), expected, strict=True):
-        monkeypatch.setattr("sys.stdin", io.StringIO("What is 2+2?\n"))
-        talk(parse_arguments(ChatConfig, "", [*arguments, *option]), interactive=False)
-        assert capsys.readouterr().out == answer
+        assert chat(folder, "What is 2+2?", *option) == answer
 
 
-def test_an_answer_may_be_longer_than_a_batch_allows(tokenizer, tmp_path, monkeypatch, capsys):
+def test_an_answer_may_be_longer_than_a_batch_allows(chat, tokenizer, tmp_path):
     """With longrope positions a batch's rows depend on the longest from 32 tokens on; a batch of one has one row."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4}
     torch.manual_seed(0)
@@ -325,30 +324,29 @@ def test_an_answer_may_be_longer_than_a_batch_allows(tokenizer, tmp_path, monkey
     messages = [{"role": "user", "content": question}]
     asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert 32 < len(tokenizer(asked)["input_ids"]) < 100
-    config = parse_arguments(ChatConfig, "", ["--model", str(tmp_path), "--system_prompt", "", *SHORT_AND_GREEDY])
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
-    talk(config, interactive=False)
-    assert capsys.readouterr().out == greedy(model, tokenizer, messages) + "\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(question * 8 + "\n"))
+    assert chat(tmp_path, question) == greedy(model, tokenizer, messages) + "\n"
     with pytest.raises(ConfigError, match="tokens, and the model takes at most 128: ask less at a time"):
-        talk(config, interactive=False)
+        chat(tmp_path, question * 8)
 
 
-def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(tmp_path, monkeypatch, capsys):
+def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(chat, tmp_path):
     folder = pictured.save("qwen2_5_vl", tmp_path / "model")
     pictures = [pictured.drawing(32, 24, 0), pictured.drawing(24, 40, 1, "JPEG")]
     for name, data in zip(("a.png", "b c.jpg", "bad.png"), [*pictures, pictures[0][:60]], strict=True):
         (tmp_path / name).write_bytes(data)
-    config = parse_arguments(ChatConfig, "", ["--model", str(folder), "--system_prompt", "", *SHORT_AND_GREEDY])
     lines = [
-        "/image nowhere.png", f"/image {tmp_path}/bad.png", f"/image {tmp_path}/a.png", "What is <image> or <image>?",
-        "What is it?", "Is <image> text?", f"/image '{tmp_path}/b c.jpg'", "Is <image> it?", "/new", "What is it?",
-    ]  # fmt: skip
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    talk(config, interactive=True)
-    banner, _, shown = capsys.readouterr().out.partition("\n> ")
+        *(
+            "/image nowhere.png",
+            f"/image {tmp_path}/bad.png",
+            f"/image {tmp_path}/a.png",
+            "What is <image> or <image>?",
+        ),
+        *("What is it?", "Is <image> text?", f"/image '{tmp_path}/b c.jpg'", "Is <image> it?", "/new", "What is it?"),
+    ]
+    banner, _, shown = chat(folder, "\n".join(lines), interactive=True).partition("\n> ")
     assert "/image PATH adds a picture, /new begins" in banner
 
+    config = ChatConfig(model_name_or_path=str(folder))
     tokenizer, processor = load_tokenizer(config), load_processor(config, load_settings(config), load_tokenizer(config))
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     image = {"type": "image"}
@@ -365,14 +363,11 @@ def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(tmp_pat
         content = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
         return {"role": "user", "content": content}
 
-    chat, expected = [], []
-    for question, count in (
-        (asked(image, "What is it?"), 1),
-        (asked("Is <image> text?"), 1),
-        (asked("Is ", image, " it?"), 2),
-    ):
-        expected.append(answer(*chat, question, pictures=pictures[:count]))
-        chat += [question, {"role": "assistant", "content": [{"type": "text", "text": expected[-1]}]}]
+    messages, expected = [], []
+    questions = asked(image, "What is it?"), asked("Is <image> text?"), asked("Is ", image, " it?")
+    for question, count in zip(questions, (1, 1, 2), strict=True):
+        expected.append(answer(*messages, question, pictures=pictures[:count]))
+        messages += [question, {"role": "assistant", "content": [{"type": "text", "text": expected[-1]}]}]
     expected.append(answer(asked("What is it?"), pictures=[]))
     cut = "\n(cut off after 24 tokens)\n"
     for line in (
@@ -385,20 +380,18 @@ def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(tmp_pat
         assert found and before.replace("> ", "").replace(cut.lstrip("\n"), "").count("\n") <= 1, (line, before, shown)
 
 
-def test_a_text_model_takes_no_picture(model_folder, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("/image a.png\nWhat?\n"))
+def test_a_text_model_takes_no_picture(chat, model_folder):
     with pytest.raises(ConfigError, match="^the picture a.png is not taken: .* takes text alone"):
-        talk(parse_arguments(ChatConfig, "", ["--model", str(model_folder)]), interactive=False)
+        chat(model_folder, "/image a.png\nWhat?")
 
 
-def test_an_answer_too_long_for_the_memory_is_said_with_the_setting_to_lower(model_folder, monkeypatch):
+def test_an_answer_too_long_for_the_memory_is_said_with_the_setting_to_lower(chat, model_folder, monkeypatch):
     def no_room(*_, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB")
 
     monkeypatch.setattr("transformers.GenerationMixin.generate", no_room)
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is 2+2?\n"))
-    with pytest.raises(ConfigError, match="^max_completion_length=512: out of memory: use a smaller one"):
-        talk(parse_arguments(ChatConfig, "", ["--model", str(model_folder)]), interactive=False)
+    with pytest.raises(ConfigError, match="^max_completion_length=24: out of memory: use a smaller one"):
+        chat(model_folder, "What is 2+2?")
 
 
 @pytest.mark.slow
@@ -413,19 +406,12 @@ def test_without_a_temperature_answers_are_samples_as_in_training(model_folder, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, question, said",
-    [
-        (["--model", "/no/model"], "What?", "model_name_or_path='/no/model'"),
-        ([], "frog " * 600, "takes at most 512: ask less at a time"),
-        (["--temperature", "-1"], "What?", "temperature=-1.0: use 0 or more"),
-    ],
-)
-def test_what_cannot_be_answered_is_said_in_one_line(model_folder, options, question, said):
-    ended = piped(model_folder, question, *options)
+def test_what_cannot_be_answered_is_said_in_one_line(model_folder):
+    ended = piped(model_folder, "frog " * 600)
     assert ended.returncode == 2 and ended.stdout == b""
     errors = [line for line in ended.stderr.decode().splitlines() if line.startswith("python -m grpo.chat: error: ")]
-    assert len(errors) == 1 and said in errors[0] and b"Traceback" not in ended.stderr
+    assert len(errors) == 1 and "takes at most 512: ask less at a time" in errors[0]
+    assert b"Traceback" not in ended.stderr
 
 
 def test_ctrl_c_stops_an_answer_whose_tool_hangs(tmp_path, capsys):
@@ -442,8 +428,7 @@ def test_ctrl_c_stops_an_answer_whose_tool_hangs(tmp_path, capsys):
     stopped = []
 
     def stop() -> None:
-        while not begun.exists():
-            time.sleep(0.01)
+        wait_until(begun.exists)
         stopped.append(signal.SIGINT)
 
     threading.Thread(target=stop, daemon=True).start()

@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
 from processes import end_by_ctrl_c, left_of
+from trainer_runs import finish, lines
+from trainer_runs import options as trainer_options
 
 import reward
 from grpo import evaluate
@@ -42,7 +44,7 @@ def result(folder) -> tuple[dict, list[dict]]:
     """Metrics without the time they took, and completions."""
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics.pop("eval_runtime") > 0
-    return metrics, [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    return metrics, lines(folder / "completions.jsonl")
 
 
 @pytest.fixture
@@ -65,31 +67,22 @@ def test_a_table_a_folder_and_every_completion_with_its_verdict(main, capsys, mo
     arguments = options(model_folder, data_folder, num_generations_eval=3, output=out)
     assert main(*arguments) == 0
     metrics, completions = result(out)
-    assert [(one["problem"], one["sample"]) for one in completions] == [(p, s) for p in range(10) for s in range(4)]
-    problems = [json.loads(line) for line in (data_folder / "test.jsonl").read_text().splitlines()]
-    for one in completions:
-        assert problems[one["problem"]]["question"] in one["prompt"]
-        assert one["answer"] == problems[one["problem"]]["answer"]
-        assert one["correct"] == (reward.score_answer(one["completion"], one["answer"]) > 0)
-        assert one["format"] == (reward.score_format(one["completion"], one["prompt"]) == 0.8)
+    assert [(row["problem"], row["sample"]) for row in completions] == [(p, s) for p in range(10) for s in range(4)]
+    problems = lines(data_folder / "test.jsonl")
+    for row in completions:
+        assert problems[row["problem"]]["question"] in row["prompt"]
+        assert row["answer"] == problems[row["problem"]]["answer"]
+        assert row["correct"] == (reward.score_answer(row["completion"], row["answer"]) > 0)
+        assert row["format"] == (reward.score_format(row["completion"], row["prompt"]) == 0.8)
     assert metrics["eval_n"] == 10 and metrics["eval_pass@3"] >= metrics["eval_avg@3"]
-    assert metrics["eval_num_tokens"] == sum(one["tokens"] for one in completions)
+    assert metrics["eval_num_tokens"] == sum(row["tokens"] for row in completions)
 
     table = capsys.readouterr().out.splitlines()
     assert table[0] == f"{model_folder} on 10 problems of {data_folder} (test)"
     assert f"{100 * metrics['eval_accuracy']:.1f} % ± {100 * metrics['eval_accuracy_se']:.1f}" in table[1]
     names = [
-        "accuracy",
-        "avg@3, temperature 1",
-        "pass@1",
-        "pass@2",
-        "pass@3",
-        "reward, greedy",
-        "  correctness_reward",
-        "  format_reward",
-        "format",
-        "cut off",
-        "tokens a completion",
+        *("accuracy", "avg@3, temperature 1", "pass@1", "pass@2", "pass@3", "reward, greedy", "  correctness_reward"),
+        *("  format_reward", "format", "cut off", "tokens a completion"),
     ]
     assert all(line.startswith(f"  {name}") for line, name in zip(table[1:], names, strict=False))
     assert f"{metrics['eval_num_tokens']:,} tokens in" in table[-1] and len(table) == 13
@@ -135,12 +128,11 @@ def test_rewards_of_ones_own_are_the_numbers(main, capsys, model_folder, data_fo
         "def hangs(prompts, completions, answer, **_):\n    time.sleep(600 * (answer[0] == '0'))\n    return [4]\n"
     )
     (tmp_path / "data.jsonl").write_text("".join(f'{{"question": "{i}+0?", "answer": "{i}"}}\n' for i in range(4)))
+    arguments = options(model_folder, tmp_path / "data.jsonl", output=tmp_path / "out", reward_timeout=1)
     named = ["--reward_funcs", f"{own}:letters", f"{own}:hangs", "--reward_weights", "1", "0.5"]
-    deadline = ["--reward_timeout", "1"]
-    arguments = options(model_folder, tmp_path / "data.jsonl", output=tmp_path / "out")
-    assert main(*arguments, *named, *deadline) == 0
+    assert main(*arguments, *named) == 0
     metrics, completions = result(tmp_path / "out")
-    letters = sum(len(one["completion"]) / 100 for one in completions) / 4
+    letters = sum(len(row["completion"]) / 100 for row in completions) / 4
     assert metrics["eval_rewards/letters/mean"] == pytest.approx(letters)
     assert metrics["eval_rewards/hangs/mean"] == 3 * 4 / 4
     assert metrics["eval_reward"] == pytest.approx(letters + 0.5 * 3)
@@ -195,9 +187,8 @@ def failed(main, capsys):
 
     def run(*arguments) -> tuple[int, str]:
         code = main(*arguments)
-        said = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-        assert len(said) == 1
-        return code, said[0].partition(": error: ")[2]
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+        return code, error.partition(": error: ")[2]
 
     return run
 
@@ -207,23 +198,21 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data
     (tmp_path / "run/config.yaml").write_text("seed: 1\n")
     (tmp_path / "run/metrics.jsonl").touch()
     (tmp_path / "file").write_text("")
-    for changes, said in [
+    for changes, reason in [
         (dict(model="/no/model"), "model_name_or_path='/no/model'"),
         (dict(dataset="/no/data"), "dataset_name='/no/data'"),
         (dict(split="validation"), "split 'validation' needs files"),
         (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
-        (dict(num_generations_eval=-1), "num_generations_eval=-1: "),
         (dict(temperature=0), "temperature=0.0: "),
         (dict(reward_funcs="format_reward", num_generations_eval=2), "num_generations_eval=2: avg@k and pass@k count"),
         (dict(reward_funcs="nothing"), "reward_funcs='nothing': "),
-        (dict(temperature="nan"), "temperature=nan: "),
         (dict(max_completion_length=500), "max_completion_length=500: "),
         (dict(learning_rate=1), "--learning_rate: no such option"),
         (dict(output=tmp_path / "run"), "it holds a run or an evaluation"),
         (dict(output=tmp_path / "file/out"), f"output='{tmp_path / 'file/out'}': Not a directory"),
     ]:
         code, line = failed(*options(model_folder, data_folder, **changes))
-        assert code == 2 and said in line, line
+        assert code == 2 and reason in line, line
     assert (tmp_path / "run/config.yaml").read_text() == "seed: 1\n"
 
 
@@ -292,59 +281,30 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
         "even.is_verdict = True\n"
     )
     functions = ["--reward_funcs", f"{own}:letters", f"{own}:even"]
-    settings = {
-        "model_name_or_path": model_folder,
-        "dataset_name": data_folder,
-        "output_dir": tmp_path / "run",
-        "system_prompt": "",
-        "max_prompt_length": 96,
-        "max_completion_length": 24,
-        "num_generations": 4,
-        "prompts_per_step": 4,
-        "max_steps": 1,
-        "warmup_steps": 0,
-        "learning_rate": 1e-2,
-        "temperature": 0.8,
-        "eval_steps": 1,
-        "save_steps": 1,
-        "eval_samples": 20,
-        "num_generations_eval": 4,
-        "beta": 0,
-    }
-    words = [*(f"--{name}={value}" for name, value in settings.items()), *functions]
-    command = [sys.executable, "grpo_ref_split.py", *words]
-    trained = subprocess.run(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert trained.returncode == 0, trained.stdout
-    assert "held-out accuracy" in trained.stdout and ", pass@4 " in trained.stdout
-    _, after = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    recorded = [json.loads(line) for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
+    steps = {"max_steps": 1, "eval_steps": 1, "save_steps": 1, "learning_rate": 1e-2, "temperature": 0.8, "beta": 0}
+    held_out = {"eval_samples": 20, "num_generations_eval": 4}
+    trained = finish(1, trainer_options(model_folder, data_folder, tmp_path / "run", **steps, **held_out) + functions)
+    assert "held-out accuracy" in trained and ", pass@4 " in trained
+    _, after = lines(tmp_path / "run/metrics.jsonl")
+    recorded = lines(tmp_path / "run/completions.jsonl")
 
     where = ["--config", str(tmp_path / "run/config.yaml"), "--output", str(tmp_path / "out")]
     ended = run(*where, "--model", str(tmp_path / "run/model"))
     assert ended.returncode == 0, ended.stderr
     metrics, completions = result(tmp_path / "out")
     assert metrics == {name: value for name, value in after.items() if name.startswith("eval_")}
-    greedy = [one for one in completions if one["sample"] == 0]
-    first, last = ([one for one in recorded if one["phase"] == "eval" and one["step"] == step] for step in (0, 1))
-    assert [{"step": 1, "phase": "eval", **one} for one in greedy] == last and len(last) == 20
-    assert [one["completion"] for one in greedy] != [one["completion"] for one in first], "the weights have moved"
+    greedy = [row for row in completions if row["sample"] == 0]
+    first, last = ([row for row in recorded if row["phase"] == "eval" and row["step"] == step] for step in (0, 1))
+    assert [{"step": 1, "phase": "eval", **row} for row in greedy] == last and len(last) == 20
+    assert [row["completion"] for row in greedy] != [row["completion"] for row in first], "the weights have moved"
 
     refused = run("--model", str(tmp_path / "run/model"))
     assert refused.returncode == 2 and f"add --reward_funcs {own}:letters {own}:even, or others" in refused.stderr
 
     # A saved model knows how it was trained to answer, and a checkpoint too: nobody needs to say it again.
     for folder in ("model", "checkpoint-1"):
-        out = tmp_path / f"out of {folder}"
-        same = run(
-            "--model",
-            str(tmp_path / "run" / folder),
-            "--eval_samples=20",
-            "--num_generations_eval=4",
-            f"--output={out}",
-            *functions,
-        )
+        out, extent = tmp_path / f"out of {folder}", [f"--{name}={value}" for name, value in held_out.items()]
+        same = run("--model", str(tmp_path / "run" / folder), *extent, f"--output={out}", *functions)
         assert same.returncode == 0, same.stderr
         assert f"asked as in training, by {tmp_path}/run/{folder}/grpo.yaml: system_prompt=''," in same.stderr
         assert result(out) == (metrics, completions)

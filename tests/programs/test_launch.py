@@ -6,12 +6,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from processes import is_alive
+from servers import wait_until
 from trainer_runs import lines, options, wait_for_steps
 
 from grpo.config.console import free_port
@@ -52,21 +52,16 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
         launch(LaunchConfig(output_dir=str(tmp_path)))
 
 
-def test_settings_of_a_server_alone_are_refused():
-    for settings in ({"estimate": True}, {"task": "reward"}):
-        with pytest.raises(ConfigError, match=next(iter(settings))):
-            LaunchConfig(**settings)
+@pytest.mark.parametrize("setting, value", [("estimate", True), ("task", "reward")])
+def test_settings_of_a_server_alone_are_refused(setting, value):
+    with pytest.raises(ConfigError, match=setting):
+        LaunchConfig(**{setting: value})
 
 
 def begin(words: list[str]) -> subprocess.Popen:
+    command, pipes = [sys.executable, "-m", "grpo.launch", *words], {"stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        [sys.executable, "-m", "grpo.launch", *words],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        command, cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.STDOUT, start_new_session=True, **pipes
     )
 
 
@@ -87,8 +82,8 @@ def programs_of(folder: Path) -> dict[int, str]:
 @pytest.mark.slow
 def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
-    words = ["--nproc_per_node", "2"]
-    words += options(model_folder, data_folder, run, max_steps=200, port=free_port(), eval_steps=0, report_to="none")
+    changes = {"max_steps": 200, "port": free_port(), "eval_steps": 0, "report_to": "none"}
+    words = options(model_folder, data_folder, run, nproc_per_node=2, **changes)
     process = begin(words)
     try:
         wait_for_steps(process, run, 2)
@@ -123,33 +118,27 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
-    words = options(model_folder, data_folder, run, max_steps=200, port=free_port(), eval_steps=0, report_to="none")
-    process = begin(["--nproc_per_node", "1", *words])
+    process = begin(options(model_folder, data_folder, run, nproc_per_node=1, max_steps=200, port=free_port()))
     wait_for_steps(process, run, 1)
     started = programs_of(run)
     assert len(started) == 2
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, started)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_alive, started)))
 
 
 @pytest.mark.slow
 def test_a_trainer_that_ends_with_0_before_its_last_step_is_a_failure(model_folder, data_folder, tmp_path):
     run, rewards = tmp_path / "run", tmp_path / "rewards.py"
     rewards.write_text("import ctypes\n\ndef ends(completions, **columns):\n    ctypes.CDLL(None)._exit(0)\n")
-    words = options(model_folder, data_folder, run, beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends")
-    process = begin(words)
+    process = begin(options(model_folder, data_folder, run, beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends"))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and f"{run}: the trainer ended with code 0" in output, output
 
 
 @pytest.mark.slow
 def test_a_server_that_cannot_start_ends_the_run(server, model_folder, data_folder, tmp_path):
-    words = options(model_folder, data_folder, tmp_path / "run", port=server.port)
-    process = begin(["--nproc_per_node", "1", *words])
+    process = begin(options(model_folder, data_folder, tmp_path / "run", nproc_per_node=1, port=server.port))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "starts again" not in output, output
     assert f"127.0.0.1:{server.port}" in output and "ended before it was ready" in output
