@@ -334,16 +334,18 @@ def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(chat, t
     pictures = [pictured.drawing(32, 24, 0), pictured.drawing(24, 40, 1, "JPEG")]
     for name, data in zip(("a.png", "b c.jpg", "bad.png"), [*pictures, pictures[0][:60]], strict=True):
         (tmp_path / name).write_bytes(data)
-    lines = [
-        *(
-            "/image nowhere.png",
-            f"/image {tmp_path}/bad.png",
-            f"/image {tmp_path}/a.png",
-            "What is <image> or <image>?",
-        ),
-        *("What is it?", "Is <image> text?", f"/image '{tmp_path}/b c.jpg'", "Is <image> it?", "/new", "What is it?"),
-    ]
-    banner, _, shown = chat(folder, "\n".join(lines), interactive=True).partition("\n> ")
+    lines = f"""
+        /image nowhere.png
+        /image {tmp_path}/bad.png
+        /image {tmp_path}/a.png
+        What is <image> or <image>?
+        What is it?
+        Is <image> text?
+        /image '{tmp_path}/b c.jpg'
+        Is <image> it?
+        /new
+        What is it?"""
+    banner, _, shown = chat(folder, lines, interactive=True).partition("\n> ")
     assert "/image PATH adds a picture, /new begins" in banner
 
     config = ChatConfig(model_name_or_path=str(folder))

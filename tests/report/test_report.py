@@ -14,7 +14,7 @@ from conftest import running_server
 from matplotlib.image import imread
 from pictured import drawing
 from recorded import completion, write
-from trainer_runs import options, plain_python
+from trainer_runs import lines, options, plain_python
 
 from grpo.report import __main__ as report
 from grpo.report.page import embedded, run_names
@@ -193,188 +193,183 @@ def choose(browser, id: str, value: str) -> None:
         browser.js(f"document.getElementById('{id}').dispatchEvent(new Event('{event}'))")
 
 
-def opened(browser, folder, paths: int = 8) -> None:
-    browser.screen(1280, 900)
-    browser.open((folder / "report.html").as_uri())
-    browser.wait(f"document.querySelectorAll('svg.plot path').length > {paths}")
-    shapes = "document.querySelectorAll('svg.plot :is(path, circle, line, text)')"
-    drawn = browser.js(f"[...{shapes}].map((element) => element.outerHTML).join()")
-    assert not re.search("NaN|Infinity|undefined", drawn)
-
-
-@pytest.mark.rare
-@needs_browser
-def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
-    copy = tmp_path / "other"
-    shutil.copytree(trained, copy, ignore=shutil.ignore_patterns("model", "tensorboard"))
-    code, written, errors = main(trained, copy, "--output", tmp_path / "report")
-    assert (code, errors, len(written)) == (0, [], 1)
-    rows, recorded = (
-        [json.loads(line) for line in (trained / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "completions.jsonl")
-    )
+@pytest.fixture
+def page(main, tmp_path):
+    """`page(*runs, *options)`: a browser that shows their page, in which at least so many paths are drawn."""
     with chromium(tmp_path) as browser:
-        opened(browser, tmp_path / "report")
-        assert texts_of(browser, "section h2")[-2:] == ["Time by phase", "Completions"]
-        browser.js("document.querySelector('#machine').open = true")
-        assert {"command", "versions", "commit"} < set(texts_of(browser, "#starts tbody th"))
-        assert {"max_steps", "learning_rate"} < set(texts_of(browser, "#all tbody th"))
-        assert browser.js("document.querySelector('#settings').hidden")
 
-        # The legend hides and shows a run.
-        lines = "document.querySelector('svg.plot').querySelectorAll('path').length"
-        assert browser.js(lines) == 4  # of two runs the values and their average
-        for count in (2, 4):
-            browser.js("document.querySelectorAll('#legend input')[1].click()")
-            assert browser.js(lines) == count
+        def open_page(*arguments, paths: int = 8):
+            assert main(*arguments, "--output", tmp_path / "report")[0] == 0
+            browser.screen(1280, 900)
+            browser.open((tmp_path / "report/report.html").as_uri())
+            browser.wait(f"document.querySelectorAll('svg.plot path').length > {paths}")
+            shapes = "document.querySelectorAll('svg.plot :is(path, circle, line, text)')"
+            drawn = browser.js(f"[...{shapes}].map((element) => element.outerHTML).join()")
+            assert not re.search("NaN|Infinity|undefined", drawn)
+            return browser
 
-        # Arrow keys move a chart's cursor, and what stands there is the run's own number, averaged over five steps.
-        browser.js("document.querySelector('svg.plot').focus()")
-        for key in ("Home", "PageUp", "ArrowRight", "ArrowRight"):
-            browser.press(key)
-        words = browser.js("document.activeElement.getAttribute('aria-valuetext')")
-        mean = sum(row["reward"] for row in rows if 2 <= row["step"] <= 6) / 5
-        first = page_data(tmp_path / "report")["runs"][0]["name"]
-        assert float(words.removeprefix(f"step 4: {first} ").split(",")[0]) == pytest.approx(mean, rel=2e-3)
-
-        # Every recorded step of training and evaluation can be reached, and shows what the file has.
-        for phase in ("eval", "train"):
-            choose(browser, "phase", phase)
-            browser.js("document.querySelector('#place').focus()")
-            browser.press("Home")
-            steps = list(dict.fromkeys(row["step"] for row in recorded if row["phase"] == phase))
-            for place, step in enumerate(steps):
-                assert browser.js("document.querySelector('#step').value") == str(step)
-                assert browser.text("#which") == f"{place + 1} of {len(steps)}"
-                shown = [row for row in recorded if (row["phase"], row["step"]) == (phase, step)]
-                assert texts_of(browser, ".completion pre") == [visible(row["completion"]) for row in shown]
-                prompts = [prompt for prompt, _ in itertools.groupby(row["prompt"] for row in shown)]
-                assert texts_of(browser, ".group dd:nth-of-type(1)") == prompts
-                facts = texts_of(browser, ".completion:first-of-type .facts")[0]
-                assert ("reward" in facts and "advantage" in facts) if phase == "train" else "correct" in facts
-                browser.press("ArrowRight")
-        choose(browser, "step", "2")
-        assert browser.text("#which") == f"2 of {len(steps)}"
-
-        for dark in (False, True):
-            for width in (1280, 700, 400, 320):
-                browser.screen(width, 800, dark)
-                assert not browser.js("document.documentElement.scrollWidth > innerWidth"), width
-        assert browser.hosts() == {""}  # the file, and nobody else
+        yield open_page
         assert browser.console() == []
 
 
 @pytest.mark.rare
 @needs_browser
-def test_the_charts_zoom_together_and_leave_out_what_never_changes(main, tmp_path):
-    rows = [{"step": step, "reward": 2.0**step, "loss": step - 20, "beta": 0.5, "kl": 0.0} for step in range(1, 41)]
-    assert main(write(tmp_path / "run", rows, []), "--smoothing", 1)[0] == 0
-    with chromium(tmp_path) as browser:
-        opened(browser, tmp_path / "run/report", paths=2)
-        assert texts_of(browser, "#sections h3") == ["reward", "KL to the reference, nats per token", "loss"]
-        assert texts_of(browser, "#constant tr")[1:] == ["KL coefficient beta0.5"]
-        each = "[...document.querySelectorAll('svg.plot')]"
-        extents = f"{each}.map((plot) => plot.ariaValueMin + ' ' + plot.ariaValueMax)"
-        assert browser.js(extents) == ["1 40"] * 3
+def test_the_page_of_real_runs_is_read_with_keys(page, trained, tmp_path):
+    copy = tmp_path / "other"
+    shutil.copytree(trained, copy, ignore=shutil.ignore_patterns("model", "tensorboard"))
+    browser = page(trained, copy)
+    rows, recorded = lines(trained / "metrics.jsonl"), lines(trained / "completions.jsonl")
+    assert texts_of(browser, "section h2")[-2:] == ["Time by phase", "Completions"]
+    browser.js("document.querySelector('#machine').open = true")
+    assert {"command", "versions", "commit"} < set(texts_of(browser, "#starts tbody th"))
+    assert {"max_steps", "learning_rate"} < set(texts_of(browser, "#all tbody th"))
+    assert browser.js("document.querySelector('#settings').hidden")
 
-        # A drag over one chart, and the fields.
-        left, top, width = browser.js(
-            "(({x, y, width}) => [x, y, width])(document.querySelector('svg.plot').getBoundingClientRect())"
-        )
-        for kind, place in (("Pressed", 0.5), ("Moved", 0.6), ("Moved", 0.8), ("Released", 0.8)):
-            browser.devtools(
-                "Input.dispatchMouseEvent",
-                **{"type": f"mouse{kind}", "x": left + place * width, "y": top + 50, "button": "left", "clickCount": 1},
-            )
-        (extent,) = set(browser.js(extents))
-        assert 15 < int(extent.split()[0]) < 20 and 28 < int(extent.split()[1]) < 34
-        assert browser.text("#zoom-all") == "all"
-        choose(browser, "zoom-first", "39")
-        choose(browser, "zoom-last", "40")
-        ticks = "[...document.querySelector('svg.plot').querySelectorAll('text')].map((text) => text.textContent)"
-        assert set(browser.js(extents)) == {"39 40"} and browser.js(ticks)[-3:] == ["step", "39", "40"]
-        browser.js("document.querySelector('#zoom-all').click()")
-        assert set(browser.js(extents)) == {"1 40"}
+    # The legend hides and shows a run.
+    drawn = "document.querySelector('svg.plot').querySelectorAll('path').length"
+    assert browser.js(drawn) == 4  # of two runs the values and their average
+    for count in (2, 4):
+        browser.js("document.querySelectorAll('#legend input')[1].click()")
+        assert browser.js(drawn) == count
 
-        # A chart with a number that is not positive has no logarithmic axis; on that of powers of two they are a line.
-        hidden = browser.js("[...document.querySelectorAll('.log')].map((button) => button.hidden)")
-        assert hidden == [False, True, True]
-        browser.js("document.querySelector('.log').click()")
-        path = browser.js("document.querySelector('svg.plot path').getAttribute('d')")
-        heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
-        steps = [before - after for before, after in itertools.pairwise(heights)]
-        assert min(steps) > 0 and max(steps) - min(steps) < 0.25
+    # Arrow keys move a chart's cursor, and what stands there is the run's own number, averaged over five steps.
+    browser.js("document.querySelector('svg.plot').focus()")
+    for key in ("Home", "PageUp", "ArrowRight", "ArrowRight"):
+        browser.press(key)
+    words = browser.js("document.activeElement.getAttribute('aria-valuetext')")
+    mean = sum(row["reward"] for row in rows if 2 <= row["step"] <= 6) / 5
+    first = page_data(tmp_path / "report")["runs"][0]["name"]
+    assert float(words.removeprefix(f"step 4: {first} ").split(",")[0]) == pytest.approx(mean, rel=2e-3)
+
+    # Every recorded step of training and evaluation can be reached, and shows what the file has.
+    for phase in ("eval", "train"):
+        choose(browser, "phase", phase)
+        browser.js("document.querySelector('#place').focus()")
+        browser.press("Home")
+        steps = list(dict.fromkeys(row["step"] for row in recorded if row["phase"] == phase))
+        for place, step in enumerate(steps):
+            assert browser.js("document.querySelector('#step').value") == str(step)
+            assert browser.text("#which") == f"{place + 1} of {len(steps)}"
+            shown = [row for row in recorded if (row["phase"], row["step"]) == (phase, step)]
+            assert texts_of(browser, ".completion pre") == [visible(row["completion"]) for row in shown]
+            prompts = [prompt for prompt, _ in itertools.groupby(row["prompt"] for row in shown)]
+            assert texts_of(browser, ".group dd:nth-of-type(1)") == prompts
+            facts = texts_of(browser, ".completion:first-of-type .facts")[0]
+            assert ("reward" in facts and "advantage" in facts) if phase == "train" else "correct" in facts
+            browser.press("ArrowRight")
+    choose(browser, "step", "2")
+    assert browser.text("#which") == f"2 of {len(steps)}"
+
+    for dark in (False, True):
+        for width in (1280, 700, 400, 320):
+            browser.screen(width, 800, dark)
+            assert not browser.js("document.documentElement.scrollWidth > innerWidth"), width
+    assert browser.hosts() == {""}  # the file, and nobody else
 
 
 @pytest.mark.rare
 @needs_browser
-def test_completions_are_found_followed_and_compared(main, tmp_path):
+def test_the_charts_zoom_together_and_leave_out_what_never_changes(page, tmp_path):
+    rows = [{"step": step, "reward": 2.0**step, "loss": step - 20, "beta": 0.5, "kl": 0.0} for step in range(1, 41)]
+    browser = page(write(tmp_path / "run", rows, []), "--smoothing", 1, paths=2)
+    assert texts_of(browser, "#sections h3") == ["reward", "KL to the reference, nats per token", "loss"]
+    assert texts_of(browser, "#constant tr")[1:] == ["KL coefficient beta0.5"]
+    each = "[...document.querySelectorAll('svg.plot')]"
+    extents = f"{each}.map((plot) => plot.ariaValueMin + ' ' + plot.ariaValueMax)"
+    assert browser.js(extents) == ["1 40"] * 3
+
+    # A drag over one chart, and the fields.
+    left, top, width = browser.js(
+        "(({x, y, width}) => [x, y, width])(document.querySelector('svg.plot').getBoundingClientRect())"
+    )
+    for kind, place in (("Pressed", 0.5), ("Moved", 0.6), ("Moved", 0.8), ("Released", 0.8)):
+        browser.devtools(
+            "Input.dispatchMouseEvent",
+            **{"type": f"mouse{kind}", "x": left + place * width, "y": top + 50, "button": "left", "clickCount": 1},
+        )
+    (extent,) = set(browser.js(extents))
+    assert 15 < int(extent.split()[0]) < 20 and 28 < int(extent.split()[1]) < 34
+    assert browser.text("#zoom-all") == "all"
+    choose(browser, "zoom-first", "39")
+    choose(browser, "zoom-last", "40")
+    ticks = "[...document.querySelector('svg.plot').querySelectorAll('text')].map((text) => text.textContent)"
+    assert set(browser.js(extents)) == {"39 40"} and browser.js(ticks)[-3:] == ["step", "39", "40"]
+    browser.js("document.querySelector('#zoom-all').click()")
+    assert set(browser.js(extents)) == {"1 40"}
+
+    # A chart with a number that is not positive has no logarithmic axis; on that of powers of two they are a line.
+    hidden = browser.js("[...document.querySelectorAll('.log')].map((button) => button.hidden)")
+    assert hidden == [False, True, True]
+    browser.js("document.querySelector('.log').click()")
+    path = browser.js("document.querySelector('svg.plot path').getAttribute('d')")
+    heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
+    steps = [before - after for before, after in itertools.pairwise(heights)]
+    assert min(steps) > 0 and max(steps) - min(steps) < 0.25
+
+
+@pytest.mark.rare
+@needs_browser
+def test_completions_are_found_followed_and_compared(page, tmp_path):
     def recorded(name: str) -> list[dict]:
-        answers = [
-            completion(
-                step, "eval", problem=problem, prompt=f"question {problem}", completion=f"{name} {problem} at {step}",
-                correct=problem == 3 or step == 20, finished=problem != 5, tokens=problem, reward=None,
-                **({"pictures": ["a.png", "gone.png"]} if problem == 8 else {}),
-            )
-            for step in (0, 10, 20) for problem in (3, 5, 8)
-        ]  # fmt: skip
-        samples = [
-            completion(step, completion="x" * copy + name, reward=step + copy / 10, prompt=f"training {step}", note="n")
-            for step in range(1, 21) for copy in range(4)
-        ]  # fmt: skip
-        return sorted(answers + samples, key=lambda row: (row["step"], row["phase"]))
+        rows = []
+        for step, problem in itertools.product((0, 10, 20), (3, 5, 8)):
+            facts = {"problem": problem, "prompt": f"question {problem}", "completion": f"{name} {problem} at {step}"}
+            facts |= {"correct": problem == 3 or step == 20, "finished": problem != 5, "tokens": problem}
+            pictures = {"pictures": ["a.png", "gone.png"]} if problem == 8 else {}
+            rows.append(completion(step, "eval", reward=None, **facts, **pictures))
+        for step, copy in itertools.product(range(1, 21), range(4)):
+            facts = {"completion": "x" * copy + name, "reward": step + copy / 10, "prompt": f"training {step}"}
+            rows.append(completion(step, note="n", **facts))
+        return sorted(rows, key=lambda row: (row["step"], row["phase"]))
 
     runs = [write(tmp_path / name, metrics(20), recorded(name)) for name in ("a", "b")]
     (runs[1] / "pictures").mkdir()
     (runs[1] / "pictures/a.png").write_bytes(drawing(24, 16, 0))
-    assert main(*runs, "--output", tmp_path / "report")[0] == 0
-    with chromium(tmp_path) as browser:
-        opened(browser, tmp_path / "report")
+    browser = page(*runs)
 
-        def shown() -> list[str]:
-            return texts_of(browser, ".completion pre")
+    def shown() -> list[str]:
+        return texts_of(browser, ".completion pre")
 
-        assert shown() == ["a", "xa", "xxa", "xxxa"] and "note n" in texts_of(browser, ".facts")[0]
-        for id, value, count, first in (
-            ("words", "XXXA", 20, "xxxa"),
-            ("words", "training 7", 4, "a"),
-            ("low", "19.15", 6, "xxa"),
-            ("high", "19.25", 1, "xxa"),
-            ("order", "high", 80, "xxxa"),
-            ("order", "short", 80, "a"),
-        ):
-            choose(browser, id, value)
-            assert browser.text("#which") == f"{count} found in 20 steps" and shown()[0] == first, (id, value)
-            if id != "low":
-                for each in ("words", "low", "high", "order"):
-                    choose(browser, each, "")
-        choose(browser, "order", "long")
-        before = len(shown())
-        browser.js("document.querySelector('#more').click()")
-        assert before < len(shown()) <= 80
-        choose(browser, "order", "")
+    assert shown() == ["a", "xa", "xxa", "xxxa"] and "note n" in texts_of(browser, ".facts")[0]
+    for id, value, count, first in (
+        ("words", "XXXA", 20, "xxxa"),
+        ("words", "training 7", 4, "a"),
+        ("low", "19.15", 6, "xxa"),
+        ("high", "19.25", 1, "xxa"),
+        ("order", "high", 80, "xxxa"),
+        ("order", "short", 80, "a"),
+    ):
+        choose(browser, id, value)
+        assert browser.text("#which") == f"{count} found in 20 steps" and shown()[0] == first, (id, value)
+        if id != "low":
+            for each in ("words", "low", "high", "order"):
+                choose(browser, each, "")
+    choose(browser, "order", "long")
+    before = len(shown())
+    browser.js("document.querySelector('#more').click()")
+    assert before < len(shown()) <= 80
+    choose(browser, "order", "")
 
-        choose(browser, "phase", "eval")
-        choose(browser, "beside", "1")
-        assert shown() == [f"{name} {problem} at 20" for problem in (3, 5, 8) for name in "ab"]
-        choose(browser, "verdict", "wrong")
-        assert shown() == [f"{name} {problem} at {step}" for step in (0, 10) for problem in (5, 8) for name in "ab"]
-        choose(browser, "verdict", "cut")
-        assert shown() == [f"{name} 5 at {step}" for step in (0, 10, 20) for name in "ab"]
-        browser.js("document.querySelector('.group button').click()")  # over the steps
-        assert browser.text("#which") == "2 of 3" and browser.js("document.querySelector('#step').value") == "5"
-        assert texts_of(browser, "h3.at") == ["step 0", "step 10", "step 20"]
-        assert shown() == [f"{name} 5 at {step}" for step in (0, 10, 20) for name in "ab"]
-        choose(browser, "step", "8")
-        assert shown()[0] == "a 8 at 0"
-        assert texts_of(browser, ".group dd") == ["question 8", "gone.png is not in this page", "4"]
-        assert browser.js("[...document.images].map((image) => [image.complete, image.naturalWidth])") == [[True, 24]]
-        assert browser.console() == []
+    choose(browser, "phase", "eval")
+    choose(browser, "beside", "1")
+    assert shown() == [f"{name} {problem} at 20" for problem in (3, 5, 8) for name in "ab"]
+    choose(browser, "verdict", "wrong")
+    assert shown() == [f"{name} {problem} at {step}" for step in (0, 10) for problem in (5, 8) for name in "ab"]
+    choose(browser, "verdict", "cut")
+    assert shown() == [f"{name} 5 at {step}" for step in (0, 10, 20) for name in "ab"]
+    browser.js("document.querySelector('.group button').click()")  # over the steps
+    assert browser.text("#which") == "2 of 3" and browser.js("document.querySelector('#step').value") == "5"
+    assert texts_of(browser, "h3.at") == ["step 0", "step 10", "step 20"]
+    assert shown() == [f"{name} 5 at {step}" for step in (0, 10, 20) for name in "ab"]
+    choose(browser, "step", "8")
+    assert shown()[0] == "a 8 at 0"
+    assert texts_of(browser, ".group dd") == ["question 8", "gone.png is not in this page", "4"]
+    assert browser.js("[...document.images].map((image) => [image.complete, image.naturalWidth])") == [[True, 24]]
 
 
 @pytest.mark.rare
 @needs_browser
-def test_a_conversation_is_shown_as_such_and_what_is_not_trained_on_told_apart(main, tmp_path):
+def test_a_conversation_is_shown_as_such_and_what_is_not_trained_on_told_apart(page, tmp_path):
     call = {"type": "function", "function": {"name": "price", "arguments": {"item": "pen"}}}
     messages = [
         {"role": "assistant", "content": "I ask.", "tool_calls": [call]},
@@ -382,58 +377,50 @@ def test_a_conversation_is_shown_as_such_and_what_is_not_trained_on_told_apart(m
         {"role": "assistant", "content": "It is 7."},
     ]
     rows = [completion(1, completion="I ask.\nIt is 7.", messages=messages), completion(1)]
-    assert main(write(tmp_path / "a", metrics(1), rows), "--output", tmp_path / "report")[0] == 0
-    with chromium(tmp_path) as browser:
-        opened(browser, tmp_path / "report")
-        assert texts_of(browser, ".segment.drawn pre") == ['I ask.\nprice({"item": "pen"})', "It is 7."]
-        assert texts_of(browser, ".segment.answered pre") == ["seven <b>coins</b>"]
-        assert texts_of(browser, ".role") == ["model", "tool price, not trained on", "model"]
-        assert texts_of(browser, ".completion > pre") == ["4"]
-        choose(browser, "words", "coins")
-        assert browser.text("#which") == "1 found in 1 steps"
-        assert browser.console() == []
+    browser = page(write(tmp_path / "a", metrics(1), rows))
+    assert texts_of(browser, ".segment.drawn pre") == ['I ask.\nprice({"item": "pen"})', "It is 7."]
+    assert texts_of(browser, ".segment.answered pre") == ["seven <b>coins</b>"]
+    assert texts_of(browser, ".role") == ["model", "tool price, not trained on", "model"]
+    assert texts_of(browser, ".completion > pre") == ["4"]
+    choose(browser, "words", "coins")
+    assert browser.text("#which") == "1 found in 1 steps"
 
 
 @pytest.mark.rare
 @needs_browser
-def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
-    completions = [
-        completion(step, prompt=HOSTILE[0], answer=HOSTILE[1], completion=text, advantage=-0.5)
-        for step in (1, 2)
-        for text in HOSTILE
-    ]
+def test_what_models_wrote_is_shown_and_never_run(page, tmp_path):
+    same = {"prompt": HOSTILE[0], "answer": HOSTILE[1], "advantage": -0.5}
+    completions = [completion(step, completion=text, **same) for step in (1, 2) for text in HOSTILE]
     rows = metrics(8, **{HOSTILE[0]: 1.0, HOSTILE[1]: 1.0})
     rows[-1][HOSTILE[0]] = 2.0
     hostile_setting = json.dumps(HOSTILE[0]) + ": " + json.dumps(HOSTILE[1])
     settings = {"<script>window.pwned=1<": "", "b": hostile_setting}
     runs = [write(tmp_path / name, rows, completions, text) for name, text in settings.items()]
     (runs[0] / "starts.jsonl").write_text(json.dumps({"step": 0, "command": HOSTILE[1]}))
-    assert main(*runs, "--output", tmp_path / "report")[0] == 0
-    with chromium(tmp_path) as browser:
-        opened(browser, tmp_path / "report")
-        assert texts_of(browser, ".completion pre") == [
-            *HOSTILE[:2],
-            "lineU+2028paragraphU+2029lone U+D800 surrogate U+DFFF and U+0000U+001B[31m controls",
-            "left U+202Eright to leftU+202C U+200BU+FEFF يمين",
-        ]
-        assert texts_of(browser, ".group dd") == HOSTILE[:2]
-        for selector in ("#settings tbody th", "#sections h3"):
-            assert HOSTILE[0] in texts_of(browser, selector)
-        assert HOSTILE[1] in texts_of(browser, "#constant tbody th")
-        for words in ("pwned", "(.*", "\u202e", "</script>"):
-            choose(browser, "words", words)
-            shown = texts_of(browser, ".completion pre")
-            assert len(shown) == 2 * sum(words in text or words in HOSTILE[0] + HOSTILE[1] for text in HOSTILE), words
-        assert HOSTILE[1] in texts_of(browser, "#settings td") and HOSTILE[1] in texts_of(browser, "#starts td")
-        assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 2]
-        browser.screen(400, 800)
-        assert not browser.js("document.documentElement.scrollWidth > innerWidth")
-        assert browser.hosts() == {""} and browser.console() == []
+    browser = page(*runs)
+    assert texts_of(browser, ".completion pre") == [
+        *HOSTILE[:2],
+        "lineU+2028paragraphU+2029lone U+D800 surrogate U+DFFF and U+0000U+001B[31m controls",
+        "left U+202Eright to leftU+202C U+200BU+FEFF يمين",
+    ]
+    assert texts_of(browser, ".group dd") == HOSTILE[:2]
+    for selector in ("#settings tbody th", "#sections h3"):
+        assert HOSTILE[0] in texts_of(browser, selector)
+    assert HOSTILE[1] in texts_of(browser, "#constant tbody th")
+    for words in ("pwned", "(.*", "\u202e", "</script>"):
+        choose(browser, "words", words)
+        shown = texts_of(browser, ".completion pre")
+        assert len(shown) == 2 * sum(words in text or words in HOSTILE[0] + HOSTILE[1] for text in HOSTILE), words
+    assert HOSTILE[1] in texts_of(browser, "#settings td") and HOSTILE[1] in texts_of(browser, "#starts td")
+    assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 2]
+    browser.screen(400, 800)
+    assert not browser.js("document.documentElement.scrollWidth > innerWidth")
+    assert browser.hosts() == {""} and browser.console() == []
 
-        # And if some of it had got in, the page's policy would stop it.
-        browser.js("document.body.appendChild(document.createElement('script')).text = 'window.pwned=1'")
-        browser.js("new Image().src = 'http://127.0.0.1:9/image'")
-        browser.js("fetch('http://127.0.0.1:9/').catch(() => 0)")
-        assert browser.js("window.pwned ?? null") is None
-        errors = browser.console()
-        assert len(errors) >= 3 and all("Content Security Policy" in line for line in errors)
+    # And if some of it had got in, the page's policy would stop it.
+    browser.js("document.body.appendChild(document.createElement('script')).text = 'window.pwned=1'")
+    browser.js("new Image().src = 'http://127.0.0.1:9/image'")
+    browser.js("fetch('http://127.0.0.1:9/').catch(() => 0)")
+    assert browser.js("window.pwned ?? null") is None
+    errors = browser.console()
+    assert len(errors) >= 3 and all("Content Security Policy" in line for line in errors)

@@ -1,12 +1,12 @@
-"""What the services get that a run reports to. A file with the client's interface writes down its calls."""
+"""What the services get that a run reports to: modules with the clients' interfaces write down their calls."""
 
 import importlib.util
-import json
 import sys
 from dataclasses import asdict
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from tracker_client import write_client
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -21,130 +21,126 @@ def test_a_service_must_be_installed(monkeypatch):
             check_report_to(TrainerConfig(report_to=[name]))
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
-def test_a_run_that_goes_on_continues_under_its_id(name, tmp_path, monkeypatch):
-    calls, run = tmp_path / "calls.jsonl", tmp_path / "run"
-    run.mkdir()
-    monkeypatch.syspath_prepend(write_client(tmp_path / "client", name, calls))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
-    config = TrainerConfig(report_to=[name])
+@pytest.fixture
+def client(monkeypatch):
+    """`client(name)`: a module of that name in the place of a service's client."""
+
+    def make(name: str) -> ModuleType:
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return make
+
+
+def record(config: TrainerConfig, folder) -> None:
+    """Begin a run, resume it after step 1, and begin it again; record the same each time."""
     check_report_to(config)
     sample = {"prompt": "2+2?", "completion": "4", "reward": 1.0}
     for after in (-1, 1, -1):
-        recorder = Recorder(config, run, after=after)
-        recorder.completions(51, "train", [sample])
+        recorder = Recorder(config, folder, after=after)
+        recorder.completions(51, "train", [sample, sample | {"note": "n"}])
         recorder.completions(52, "train", [sample])
         recorder.completions(52, "eval", [sample | {"correct": True}])
-        recorder.metrics(52, {"reward": 0.5})
+        recorder.metrics(52, {"reward": 0.5, "eval_pass@8": 0.25})
         recorder.close()
-    monkeypatch.delitem(sys.modules, name)
 
-    made = [json.loads(line) for line in calls.read_text().splitlines()]
-    opened = [settings for call, settings in (each for each in made if each[0] == "init")]
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
+def test_a_run_that_goes_on_continues_under_its_id(client, name, tmp_path, monkeypatch):
+    calls, opened = [], []
+
+    def init(config, **settings):
+        opened.append(settings)
+        return SimpleNamespace(
+            log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
+        )
+
+    module = client(name)
+    module.init = init
+    module.Table, module.Text = lambda columns, data: [columns, data], lambda text, caption: [text, caption]
+    monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
+    record(TrainerConfig(report_to=[name]), tmp_path)
     assert all(settings["project"] == "mine" and settings["resume"] == "allow" for settings in opened)
-    assert all(settings["name"].startswith("run") for settings in opened)
+    assert all(settings["name"].startswith(tmp_path.name) for settings in opened)
     ids = [settings.get("id", settings["name"]) for settings in opened]
     assert ids[0] == ids[1] != ids[2]  # the third begins the run again
-    _, (_, *train), (_, *evaluated), (_, *metrics), finish = made[:5]
-    row, right = ["2+2?", "4", 1.0], ["2+2?", "4", 1.0, True]
-    tables = [[["prompt", "completion", "reward"], [row]], [["prompt", "completion", "reward", "correct"], [right]]]
+    columns, row = ["prompt", "completion", "reward"], ["2+2?", "4", 1.0]
+    train, held_out = [[*columns, "note"], [[*row, None], [*row, "n"]]], [[*columns, "correct"], [[*row, True]]]
     if name == "swanlab":
-        tables = [[["2+2?\n\n4", caption]] for caption in ("reward 1.0", "reward 1.0, correct True")]
-    assert train == [51, {"completions/train": tables[0]}] and evaluated == [52, {"completions/eval": tables[1]}]
-    assert metrics == [52, {"reward": 0.5}] and finish == ["finish"]
-
-
-MLFLOW = """
-import json
-from types import SimpleNamespace
-
-class MlflowException(Exception):
-    pass
-
-runs = []
-lost = False
-
-def note(*call):
-    with open({calls!r}, "a") as file:
-        file.write(json.dumps(call) + "\\n")
-
-def get_tracking_uri():
-    return "http://tracker"
-
-def set_experiment(name):
-    if name == "refused":
-        raise MlflowException("no such\\nserver")
-    note("experiment", name)
-
-def search_runs(filter_string, output_format):
-    assert output_format == "list"
-    ids = [run for run, tags in runs if filter_string == f"tags.grpo_run_id = '{{tags['grpo_run_id']}}'"]
-    return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in ids]
-
-def start_run(run_id, run_name, tags):
-    if run_id is None:
-        run_id = len(runs)
-        runs.append((run_id, tags))
-    note("run", run_id, run_name)
-
-def log_params(params):
-    note("params", len(params))
-
-def log_metrics(values, step, synchronous):
-    note("metrics", step, values, synchronous)
-
-def log_table(data, artifact_file):
-    if lost:
-        raise MlflowException("no answer")
-    note("table", artifact_file, data)
-
-def end_run():
-    if lost:
-        raise ConnectionError("no answer")
-    note("end")
-"""
+        train, held_out = [["2+2?\n\n4", "reward 1.0"]] * 2, [["2+2?\n\n4", "reward 1.0, correct True"]]
+    metrics = {"reward": 0.5, "eval_pass@8": 0.25}
+    expected = [(51, {"completions/train": train}), (52, {"completions/eval": held_out}), (52, metrics), "finish"]
+    assert calls == 3 * expected
 
 
 @pytest.fixture
-def mlflow(tmp_path, monkeypatch):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "client").mkdir()
-    (tmp_path / "client" / "mlflow.py").write_text(MLFLOW.format(calls=str(tmp_path / "calls.jsonl")))
-    monkeypatch.syspath_prepend(tmp_path / "client")
-    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
-    yield importlib.import_module("mlflow")
-    monkeypatch.delitem(sys.modules, "mlflow")
+def mlflow(client):
+    """A stand-in for MLflow: `calls` has what it was asked, `runs` the tags of its runs by number."""
+    module, calls, runs = client("mlflow"), [], []
+
+    class MlflowException(Exception):
+        pass
+
+    def search_runs(filter_string, output_format):
+        assert output_format == "list"
+        filters = [f"tags.grpo_run_id = '{tags['grpo_run_id']}'" for tags in runs]
+        found = [place for place, text in enumerate(filters) if text == filter_string]
+        return [SimpleNamespace(info=SimpleNamespace(run_id=place)) for place in found]
+
+    def start_run(run_id, run_name, tags):
+        if run_id is None:
+            run_id = len(runs)
+            runs.append(tags)
+        calls.append(("run", run_id, run_name))
+
+    module.calls, module.MlflowException = calls, MlflowException
+    module.get_tracking_uri = lambda: "http://tracker"
+    module.set_experiment = lambda name: calls.append(("experiment", name))
+    module.search_runs, module.start_run = search_runs, start_run
+    module.log_params = lambda params: calls.append(("params", params))
+    module.log_metrics = lambda values, step, synchronous: calls.append(("metrics", step, values, synchronous))
+    module.log_table = lambda data, artifact_file: calls.append(("table", artifact_file, data))
+    module.end_run = lambda: calls.append(("end",))
+    return module
 
 
-def test_mlflow_continues_the_run_that_has_the_id_as_its_tag(mlflow, tmp_path):
+def refuse(error: Exception):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+def test_mlflow_continues_the_run_that_has_the_id_as_its_tag(mlflow, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     config = TrainerConfig(report_to=["mlflow"])
-    check_report_to(config)
-    for after in (-1, 1, -1):
-        recorder = Recorder(config, tmp_path / "run", after=after)
-        recorder.completions(51, "train", [{"prompt": "2+2?", "reward": 1.0}, {"prompt": "1+2?"}])
-        recorder.metrics(52, {"eval_pass@8": 0.5, "time/update": 1.0})
-        recorder.close()
-    made = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
-    assert [call[1:] for call in made if call[0] == "run"] == [[0, "run"], [0, "run"], [1, "run"]]
-    assert [call for call in made if call[0] == "params"] == [["params", len(asdict(config))]] * 2
-    assert made[3:6] == [
-        ["table", "completions/train-000051.json", {"prompt": ["2+2?", "1+2?"], "reward": [1.0, None]}],
-        ["metrics", 52, {"eval_pass_8": 0.5, "time/update": 1.0}, False],
-        ["end"],
+    record(config, tmp_path)
+    name = tmp_path.name
+    assert [call for call in mlflow.calls if call[0] == "run"] == [("run", number, name) for number in (0, 0, 1)]
+    assert [call for call in mlflow.calls if call[0] == "params"] == [("params", asdict(config))] * 2
+    columns = {"prompt": ["2+2?"], "completion": ["4"], "reward": [1.0]}
+    train = {name: values * 2 for name, values in columns.items()} | {"note": [None, "n"]}
+    assert mlflow.calls[0] == ("experiment", "mine")
+    assert mlflow.calls[3:7] == [
+        ("table", "completions/train-000051.json", train),
+        ("table", "completions/eval-000052.json", columns | {"correct": [True]}),
+        ("metrics", 52, {"reward": 0.5, "eval_pass_8": 0.25}, False),
+        ("end",),
     ]
 
 
 def test_a_run_outlives_its_mlflow_server(mlflow, tmp_path, caplog):
-    recorder = Recorder(TrainerConfig(report_to=["mlflow"]), tmp_path / "run", after=-1)
-    mlflow.lost = True
+    recorder = Recorder(TrainerConfig(report_to=["mlflow"]), tmp_path, after=-1)
+    mlflow.log_table, mlflow.end_run = refuse(mlflow.MlflowException("no answer")), refuse(ConnectionError("no answer"))
     recorder.completions(1, "train", [{"prompt": "2+2?"}])
     recorder.close()
     assert caplog.messages == ["MLflow: no answer"] * 2
-    assert "2+2?" in (tmp_path / "run" / "completions.jsonl").read_text()
+    assert "2+2?" in (tmp_path / "completions.jsonl").read_text()
 
 
-def test_an_mlflow_store_that_cannot_be_used_is_refused(mlflow, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "refused")
+def test_an_mlflow_store_that_cannot_be_used_is_refused(mlflow, tmp_path):
+    mlflow.set_experiment = refuse(mlflow.MlflowException("no such\nserver"))
     with pytest.raises(ConfigError, match=r"report_to='mlflow': http://tracker cannot be used \(no such server\)"):
         open_trackers(TrainerConfig(report_to=["mlflow"]), tmp_path, after=-1)
