@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
+from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from processes import end_by_ctrl_c, left_of
 from trainer_runs import finish, lines
 from trainer_runs import options as trainer_options
@@ -308,11 +308,3 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
         assert same.returncode == 0, same.stderr
         assert f"asked as in training, by {tmp_path}/run/{folder}/grpo.yaml: system_prompt=''," in same.stderr
         assert result(out) == (metrics, completions)
-
-
-@pytest.mark.slow
-@needs_gsm8k
-def test_gsm8k_with_a_model_that_knows_nothing(model_folder):
-    ended = run(*options(model_folder, GSM8K, max_prompt_length=460, eval_samples=8, num_generations_eval=2))
-    assert ended.returncode == 0, ended.stderr
-    assert "on 8 problems of" in ended.stdout and "0.0 % ± 0.0" in ended.stdout

@@ -28,13 +28,11 @@ PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.
     [
         ({"WORLD_SIZE": "2"}, "RANK=None"),
         ({"RANK": "0"}, "LOCAL_RANK=None"),
-        ({name: value for name, value in PLACE.items() if name != "LOCAL_RANK"}, "LOCAL_RANK=None"),
         ({name: value for name, value in PLACE.items() if name != "MASTER_PORT"}, "MASTER_PORT=None"),
-        (PLACE | {"RANK": "2"}, "RANK='2'"),
-        (PLACE | {"RANK": ""}, "RANK=''"),
+        *((PLACE | {"RANK": rank}, f"RANK='{rank}'") for rank in ("2", "")),
         (PLACE | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-        *[(PLACE | {"WORLD_SIZE": count}, f"WORLD_SIZE='{count}'") for count in ("0", "-1", "abc")],
-        *[(PLACE | {"MASTER_PORT": port}, f"MASTER_PORT='{port}'") for port in ("0", "x", "99999")],
+        *((PLACE | {"WORLD_SIZE": count}, f"WORLD_SIZE='{count}'") for count in ("0", "-1", "abc")),
+        *((PLACE | {"MASTER_PORT": port}, f"MASTER_PORT='{port}'") for port in ("0", "x", "99999")),
     ],
 )
 def test_a_place_that_no_launcher_gives_is_refused(environment, wrong, monkeypatch):
@@ -61,12 +59,7 @@ def compare(differs: bool, settings: dict | None = None, train="45", held_out="6
     check_alike(describe_inputs(config, ds_config, load_reward_funcs(config.reward_funcs), data))
 
 
-PLACES = {
-    "model_name_or_path": "/a",
-    "dataset_name": "/b",
-    "ref_servers": ["http://c:1"],
-    "deepspeed": "/e.json",
-}
+PLACES = {"model_name_or_path": "/a", "dataset_name": "/b", "ref_servers": ["http://c:1"], "deepspeed": "/e.json"}
 # What differs on the second rank, and the message on both.
 CASES = [
     ({"settings": PLACES}, None),
@@ -125,21 +118,17 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
     results, second_results = (json.loads((tmp_path / f"results-{rank}").read_text()) for rank in range(2))
     assert results == second_results
     alike, (shared, hidden, refused, *resumed) = results[: len(CASES)], results[len(CASES) :]
-    for (changes, expected), result in zip(CASES, alike, strict=True):
-        if expected is None:
-            assert result == [], changes
-        else:
-            assert re.match(expected, result) and result.endswith("the same settings, data and programs"), changes
+    assert alike.pop(0) == []
+    for (changes, expected), result in zip(CASES[1:], alike, strict=True):
+        assert re.match(expected, result) and result.endswith("the same settings, data and programs"), changes
     assert shared == ["None", str(tmp_path / "shared"), "False"]
     assert not (tmp_path / "shared").exists() and not (tmp_path / "0/runs").exists()  # made at the first record
     assert not [*tmp_path.rglob("seen-*")]
     assert hidden.startswith("output_dir='runs': ") and f" does not see in its {tmp_path}/1 what " in hidden
     assert refused.startswith(f"output_dir='{used}': it holds a run")
     assert resumed[:2] == [[str(used / f"checkpoint-{step}"), str(used), "False"] for step in (3, 2)]
-    assert resumed[2] == (
-        f"resume_from_checkpoint='last': every checkpoint of {used} is damaged: checkpoint-2: progress.json is not as "
-        "it was written: put back what was there, or delete them to begin again"
-    )
+    damaged = "damaged: checkpoint-2: progress.json is not as it was written: put back what was there, or delete them"
+    assert resumed[2].startswith(f"resume_from_checkpoint='last': every checkpoint of {used} is {damaged}")
     assert (used / "checkpoint-3.damaged/large").exists() and not (used / "checkpoint-3").exists()
 
 
@@ -176,15 +165,13 @@ def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
     named = TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2"), max_steps=4)
     assert find_run(named, 0, 1) == (tmp_path / "checkpoint-2", tmp_path, False)
     write_progress(tmp_path / "checkpoint-2", {"files": {"weights": [1, ""]}})
-    with pytest.raises(ConfigError) as refused:
-        find_run(TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), 0, 1)
-    assert str(refused.value) == (
-        f"resume_from_checkpoint='{tmp_path}/checkpoint-2': it is damaged: weights cannot be read (No such file or "
-        "directory): use 'last', which takes an older one"
-    )
+    with pytest.raises(
+        ConfigError, match="/checkpoint-2': it is damaged: weights cannot be read .*: use 'last', which"
+    ):
+        find_run(named, 0, 1)
 
 
-def test_a_disk_that_cannot_be_written_is_said(tmp_path):
+def test_a_disk_that_cannot_be_written_is_refused():
     """Of a file system that is read-only no user can write anything, root included; /proc is such a one."""
     with pytest.raises(ConfigError, match="^output_dir='/proc/self': .+: name a folder that can be written$"):
         find_run(TrainerConfig(output_dir="/proc/self", resume_from_checkpoint="last"), 0, 1)

@@ -29,6 +29,7 @@ UNREAD = """
 import sys
 from grpo.run.signals import Launcher, StopSignals
 stop = StopSignals(Launcher())
+print("ready", flush=True)
 sys.stdin.readline()
 print("lost", flush=True)
 print("lost too", file=sys.stderr, flush=True)
@@ -39,17 +40,12 @@ sys.exit(stop.asked)
 
 @contextmanager
 def worker(work: str = WORK):
-    process = subprocess.Popen(
-        [sys.executable, "-c", work],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with process:
+    """A process that catches signals by now."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", work]
+    with subprocess.Popen(command, cwd=REPOSITORY, text=True, start_new_session=True, **pipes) as process:
         try:
+            assert process.stdout.readline() == "ready\n"
             yield process
         finally:
             process.kill()
@@ -76,7 +72,6 @@ def next_line(process) -> str:
 )
 def test_a_signal_and_what_the_launcher_makes_of_it_ask_once(numbers):
     with worker() as process:
-        assert process.stdout.readline() == "ready\n"
         send(process, *numbers)
         assert process.stdout.readline() == "asked\n"
         send(process, signal.SIGTERM)
@@ -90,7 +85,6 @@ def test_a_signal_and_what_the_launcher_makes_of_it_ask_once(numbers):
 )
 def test_a_second_signal_ends_at_once(number, pause):
     with worker() as process:
-        assert process.stdout.readline() == "ready\n"
         send(process, number)
         assert process.stdout.readline() == "asked\n"
         time.sleep(pause)
@@ -100,7 +94,6 @@ def test_a_second_signal_ends_at_once(number, pause):
 
 def test_a_closed_terminal_asks_once_unless_nohup_has_it_ignored():
     with worker() as process:
-        assert process.stdout.readline() == "ready\n"
         for _ in range(2):
             process.send_signal(signal.SIGHUP)
             time.sleep(0.1)
@@ -108,7 +101,6 @@ def test_a_closed_terminal_asks_once_unless_nohup_has_it_ignored():
         process.communicate("\n", timeout=20)
         assert process.returncode == 0
     with worker("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WORK) as process:
-        assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGHUP)
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
@@ -149,15 +141,9 @@ def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, when, tmp_p
     go, look, early = tmp_path / "go", tmp_path / "look", when == "early"
     if when != "unseen":
         look.touch()
-    upper = subprocess.Popen(
-        [sys.executable, "-c", UPPER, LOWER, "deepspeed.launcher.launch", RANK, str(go)],
-        cwd=REPOSITORY,
-        env={**os.environ, "CROSS_SIZE": "1", "LOOK": str(look)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", UPPER, LOWER, "deepspeed.launcher.launch", RANK, str(go)]
+    shared = {"cwd": REPOSITORY, "env": os.environ | {"CROSS_SIZE": "1", "LOOK": str(look)}, "start_new_session": True}
+    upper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **shared)
     pids = {"upper": upper.pid}
 
     def read_number() -> None:

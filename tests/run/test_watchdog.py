@@ -23,6 +23,9 @@ def ranks(*positions: Position, moved=100.0, worked=100.0) -> dict[int, RankStat
     return {rank: RankState(position, 400.0, moved, worked) for rank, position in enumerate(positions)}
 
 
+LOADING = {"step": 0, "after": -0.5, "phase": ""}
+
+
 @pytest.mark.parametrize(
     "positions, expected",
     [
@@ -32,6 +35,9 @@ def ranks(*positions: Position, moved=100.0, worked=100.0) -> dict[int, RankStat
         ([at(waits=True), at(), at(waits=True), at(phase="wait_ref")], [1, 3]),
         ([at(waits=True), at(waits=True)], [0, 1]),
         ([at(), at()], [0, 1]),
+        ([at(**LOADING), at(**LOADING)], []),  # for long before the first step
+        ([at(**LOADING), at(**LOADING, waits=True)], [0]),
+        ([at(**LOADING, waits=True), at(**LOADING, waits=True)], [0, 1]),
     ],
 )
 def test_who_is_behind(positions, expected):
@@ -44,23 +50,16 @@ def test_who_is_behind(positions, expected):
     assert working == ([] if len(expected) == len(positions) else expected)
 
 
-def test_ranks_that_load_for_long_before_the_first_step_hold_up_nobody():
-    loading, waiting = at(step=0, after=-0.5, phase=""), at(step=0, after=-0.5, phase="", waits=True)
-    assert held_up_by(ranks(loading, loading), now=400.0, patience=200.0) == []
-    assert held_up_by(ranks(loading, waiting), now=400.0, patience=200.0) == [0]
-    assert held_up_by(ranks(waiting, waiting), now=400.0, patience=200.0) == [0, 1]
-
-
 def test_a_report_tells_alive_from_working_from_moving():
     state = RankState(at(), 1.0, 1.0, 1.0)
-    state.update(at(), 2.0)
-    assert (state.reported, state.worked, state.moved) == (1.0, 1.0, 1.0)
-    state.update(at(beat=2), 3.0)
-    assert (state.reported, state.worked, state.moved) == (3.0, 1.0, 1.0)
-    state.update(at(beat=3, stack=["own.py:5"]), 4.0)
-    assert (state.reported, state.worked, state.moved) == (4.0, 4.0, 1.0)
-    state.update(at(beat=4, stack=["own.py:5"], waits=True), 5.0)
-    assert (state.reported, state.worked, state.moved) == (5.0, 4.0, 5.0)
+    for now, position, expected in (
+        (2.0, at(), (1.0, 1.0, 1.0)),
+        (3.0, at(beat=2), (3.0, 1.0, 1.0)),
+        (4.0, at(beat=3, stack=["own.py:5"]), (4.0, 4.0, 1.0)),
+        (5.0, at(beat=4, stack=["own.py:5"], waits=True), (5.0, 4.0, 5.0)),
+    ):
+        state.update(position, now)
+        assert (state.reported, state.worked, state.moved) == expected
 
 
 def test_many_are_counted():
@@ -140,16 +139,11 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
 def two_ranks(kind: str) -> str:
     """What tests/first_collective.py says, in order."""
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command, pipe = [sys.executable, "tests/first_collective.py", kind, "4"], subprocess.PIPE
+    environments = [ENVIRONMENT | ranks | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "tests/first_collective.py", kind, "4"],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT | ranks | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
+        subprocess.Popen(command, cwd=REPOSITORY, env=shared, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        for shared in environments
     ]
     output = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], output
@@ -159,18 +153,18 @@ def two_ranks(kind: str) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_to_the_first_collective_is_named_with_what_helps_the_cards():
-    said = two_ranks("late-to-collective").splitlines()
+    shown = two_ranks("late-to-collective").splitlines()
     late = (
         r"1 of 2 ranks wait: rank 1 \(.*, process \d+\) is before its first step since (\d\d:){2}\d\d, \d+ s, at "
         r"first_collective.py:\d+ in <module>; if all ranks wait in a collective, the driver may offer P2P between "
         r"these cards \(NVIDIA GeForce RTX 3090\) .*: try NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1$"
     )
-    assert any(re.match(late, line) for line in said)  # a rank that starts slowly is named before as one without a word
-    assert said[-1] == "met"
+    assert any(re.match(late, line) for line in shown)  # one that starts slowly is named before as without a word
+    assert shown[-1] == "met"
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named():
-    said = two_ranks("late-to-meet").splitlines()
-    assert re.fullmatch(r"1 of 2 ranks wait since (\d\d:){2}\d\d: there is no word of rank 1", said[0])
-    assert said[-1] == "met"
+    shown = two_ranks("late-to-meet").splitlines()
+    assert re.fullmatch(r"1 of 2 ranks wait since (\d\d:){2}\d\d: there is no word of rank 1", shown[0])
+    assert shown[-1] == "met"
