@@ -128,9 +128,7 @@ class Answerer:
 
     def answer(self, example: Example, limit: int, seed: int, stopped: list[int]) -> Rollout:
         """Draw an answer of at most `limit` tokens, and print it, with answers of tools or an environment in brackets.
-
-        It ends without an outcome when `stopped` is no longer empty. Raises RewardError if the environment fails.
-        """
+        It ends without an outcome when `stopped` is no longer empty. Raises RewardError if the environment fails."""
         from grpo.data.responder import make_rollout, show_answer
         from grpo.wire.picture_files import with_more
 

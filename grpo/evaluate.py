@@ -30,10 +30,8 @@ from grpo.run.exit import exit_code
 
 
 def run(config: EvaluateConfig, closing: ExitStack) -> None:
-    """Evaluate, print the table and write the folder. `closing` takes up what runs the user's code.
-
-    Raises ConfigError, if possible before a model is loaded.
-    """
+    """Evaluate, print the table and write the folder. `closing` takes up what runs the user's code. Raises ConfigError,
+    if possible before a model is loaded."""
     import torch.distributed as dist
 
     from grpo.data.prompts import check_reward_columns, load_examples

@@ -94,11 +94,8 @@ def share_cards(cards: list[str], with_server: bool) -> tuple[list[str], list[st
 
 
 class Programs:
-    """Start and end the server and the trainer's ranks.
-
-    Each has its own session: Ctrl-C in the terminal reaches only this process, which passes one signal to the ranks. If
-    this process is killed, the kernel kills them.
-    """
+    """Start and end the server and the trainer's ranks. Each has its own session: Ctrl-C in the terminal reaches only
+    this process, which passes one signal to the ranks. If this process is killed, the kernel kills them."""
 
     def __init__(self, settings: Path, server_cards: list[str], server_url: str) -> None:
         self._settings, self._server_cards, self._server_url = settings, server_cards, server_url

@@ -23,10 +23,8 @@ COLOURS = (
 )  # fmt: skip
 """the colour of each run, or of each curve of a panel with a single run; a contrast of at least 3 on white and black"""
 
-MOST_POINTS = 802
-"""points of a curve: of a longer one each of 400 equal parts shows its lowest and its highest, beside the two ends"""
-MOST_BARS = 150
-"""bars of time: in a run with more steps each bar is the mean of several"""
+MOST_POINTS = 802  # of a curve: of a longer one 400 equal parts show their lowest and highest, beside the two ends
+MOST_BARS = 150  # bars of time: in a run with more steps each bar is the mean of several
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,8 @@ class Panel:
     title: str
     metrics: tuple[str, ...]
     """names, or patterns such as rewards/*/mean; a panel that matches no metric is left out"""
-    overview: bool = False
-    """whether curves.png has the panel too"""
-    unless: str = ""
-    """a metric: curves.png leaves the panel out if the run has it"""
+    overview: bool = False  # whether curves.png has the panel too
+    unless: str = ""  # a metric: curves.png leaves the panel out if the run has it
 
 
 PANELS = {
@@ -100,10 +96,8 @@ PANELS = {
 _DASHES = ("-", "--", ":", "-.")
 _GREY = "#b8bac0"
 REST = "Everything else"
-TIME = "time/"
-"""the prefix of metrics that are seconds of a phase"""
-OTHER = "other"
-"""the part of step_time that belongs to no phase"""
+TIME = "time/"  # the prefix of metrics that are seconds of a phase
+OTHER = "other"  # the part of step_time that belongs to no phase
 
 # Free of noise, so not smoothed; evaluations are not smoothed either.
 _EXACT = ("learning_rate", "beta", "entropy_coef", "ref_step", "num_tokens", "skipped_steps", "masked_steps")
@@ -113,34 +107,27 @@ _EXACT = ("learning_rate", "beta", "entropy_coef", "ref_step", "num_tokens", "sk
 class Line:
     """One metric of one run; the lists of steps ascend."""
 
-    run: int
-    """the run's place among the runs"""
+    run: int  # the run's place among the runs
     steps: list[int]
     values: list[float]
-    errors: list[float]
-    """standard error of each value, or empty"""
-    smooth: list[float]
-    """moving average at each value; empty if the values are not smoothed"""
+    errors: list[float]  # standard error of each value, or empty
+    smooth: list[float]  # moving average at each value; empty if the values are not smoothed
 
 
 @dataclass
 class Chart:
     title: str
     overview: bool
-    curves: dict[str, list[Line]]
-    """the lines of each metric"""
+    curves: dict[str, list[Line]]  # the lines of each metric
 
 
 @dataclass
 class Phases:
     """The time of one run's steps. Evaluation and saving are no part of a step."""
 
-    steps: list[int]
-    """the first step of each bar, and after the last bar the step after it"""
-    seconds: dict[str, list[float]]
-    """for each phase the height of each bar: the mean over its steps"""
-    totals: dict[str, float]
-    """for each phase the sum over all steps"""
+    steps: list[int]  # the first step of each bar, and after the last bar the step after it
+    seconds: dict[str, list[float]]  # for each phase the height of each bar: the mean over its steps
+    totals: dict[str, float]  # for each phase the sum over all steps
 
 
 def default_window(runs: Sequence[RecordedRun]) -> int:
@@ -180,10 +167,8 @@ def _lines(runs: Sequence[RecordedRun], name: str, window: int) -> list[Line]:
 
 
 def moving_average(values: np.ndarray, window: int, places: np.ndarray) -> np.ndarray:
-    """Average the value at each place with (window - 1) // 2 before it and as many after it.
-
-    float64 [n], int [m] -> float64 [m]. Near an end there are fewer on that side.
-    """
+    """Average the value at each place with (window - 1) // 2 before it and as many after it. float64 [n], int [m] ->
+    float64 [m]. Near an end there are fewer on that side."""
     half = min((window - 1) // 2, len(values) - 1)
     # Missing ones are NaN. A running sum would be faster, but one huge value would drown all that follow it.
     padded = np.pad(np.asarray(values, np.float64), half, constant_values=np.nan)
@@ -234,10 +219,8 @@ def draw_curves(folder: Path) -> Path:
 
 
 def draw_charts(charts: Sequence[Chart], names: Sequence[str], path: Path, columns: int = 3) -> Path:
-    """Draw the charts of one or several runs, in rows of `columns` charts, and return `path`.
-
-    Several runs have a colour each, and the metrics of a chart their dashes; of one run each metric has a colour.
-    """
+    """Draw the charts of one or several runs, in rows of `columns` charts, and return `path`. Several runs have a
+    colour each, and the metrics of a chart their dashes; of one run each metric has a colour."""
     figure, grid = _figure(len(charts), columns)
     several = len(names) > 1
     for axes, chart in zip(grid, charts, strict=False):

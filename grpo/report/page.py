@@ -32,20 +32,15 @@ from grpo.report.read import RecordedRun, read_completions, read_pictures, read_
 PAGE, UNFINISHED = "report.html", "report.unfinished"
 TEMPLATE = Path(__file__).with_name("report.html")
 SCRIPTS = ("plot.js", "charts.js", "completions.js", "page.js")
-MARK = '<meta name="generator" content="grpo.report">'
-"""the mark of a page of this program, which may be replaced"""
+MARK = '<meta name="generator" content="grpo.report">'  # the mark of a page of this program, which may be replaced
 
-COMPLETIONS_BYTES = 6_000_000
-"""room in a page for the completions of all its runs"""
-PICTURES_BYTES = 6_000_000
-"""room in a page for the pictures of their prompts"""
+COMPLETIONS_BYTES = 6_000_000  # room in a page for the completions of all its runs
+PICTURES_BYTES = 6_000_000  # room in a page for the pictures of their prompts
 
 
 def report(config: ReportConfig) -> Iterator[Path]:
-    """Write the page, and with `png` the pictures, and yield each path when it is written.
-
-    Raises ConfigError, before anything is written, if a run cannot be read or the folder cannot be used.
-    """
+    """Write the page, and with `png` the pictures, and yield each path when it is written. Raises ConfigError, before
+    anything is written, if a run cannot be read or the folder cannot be used."""
     folders = run_folders(config)
     runs = [read_run(folder) for folder in folders]
     output = Path(config.output) if config.output else folders[0] / "report"
@@ -158,10 +153,8 @@ def summarise(run: RecordedRun, name: str, window: int) -> dict[str, Any]:
 
 
 def make_page(data: dict[str, Any]) -> str:
-    """Fill the template with data, and with a policy that allows only the page's script, style and pictures.
-
-    Data with a `version` make a live page, which may also ask its server.
-    """
+    """Fill the template with data, and with a policy that allows only the page's script, style and pictures. Data with
+    a `version` make a live page, which may also ask its server."""
     script = "\n".join(TEMPLATE.with_name(name).read_text(encoding="utf-8") for name in SCRIPTS)
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", script, 1)
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:"

@@ -26,17 +26,12 @@ from grpo.run.json_lines import FOLDER, read_record
 
 LONGEST_TEXT = 20_000
 """characters that are kept of a prompt, completion or answer: four fifths from its beginning, the rest from its end"""
-LONGEST_FACT = 200
-"""characters that are kept of a text that a reward function logged of a completion"""
-STEP_COMPLETIONS = 64
-"""completions that are kept of one step"""
-LARGEST_FILE = 40_000
-"""bytes of a picture's file that is shown unchanged; a larger one is made smaller"""
-LONGEST_SIDE = 512
-"""pixels of the longer side of a picture that is made smaller"""
+LONGEST_FACT = 200  # characters that are kept of a text that a reward function logged of a completion
+STEP_COMPLETIONS = 64  # completions that are kept of one step
+LARGEST_FILE = 40_000  # bytes of a picture's file that is shown unchanged; a larger one is made smaller
+LONGEST_SIDE = 512  # pixels of the longer side of a picture that is made smaller
 _PICTURE = re.compile(r"\w+\.(png|jpg)")
-MOST_SEGMENTS = 200
-"""segments that are kept of a completion with tools or an environment"""
+MOST_SEGMENTS = 200  # segments that are kept of a completion with tools or an environment
 _NO_FACTS = {"step", "phase", "prompt", "completion", "messages", "answer"}
 _LARGEST = 1e300  # a larger number, which only a damaged file has, is left out: plots could not compute with it
 
@@ -46,14 +41,10 @@ class RecordedRun:
     """A run's folder as it was when it was read."""
 
     folder: Path
-    rows: dict[int, dict[str, float]]
-    """the metrics of each step that are finite numbers; steps ascend"""
-    settings: dict[str, Any]
-    """the content of config.yaml, or empty"""
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    """the content of starts.jsonl, by time, or empty"""
-    notes: list[str] = field(default_factory=list)
-    """a sentence for each missing or damaged file"""
+    rows: dict[int, dict[str, float]]  # the metrics of each step that are finite numbers; steps ascend
+    settings: dict[str, Any]  # the content of config.yaml, or empty
+    starts: list[dict[str, Any]] = field(default_factory=list)  # the content of starts.jsonl, by time, or empty
+    notes: list[str] = field(default_factory=list)  # a sentence for each missing or damaged file
 
     @property
     def names(self) -> list[str]:
@@ -65,12 +56,9 @@ class RecordedRun:
 class _Block:
     """The consecutive lines of completions.jsonl with the completions of one step and phase."""
 
-    offset: int
-    """bytes before the first line"""
-    count: int = 0
-    """completions in all"""
-    size: int = 0
-    """bytes of the first STEP_COMPLETIONS, about as in the page"""
+    offset: int  # bytes before the first line
+    count: int = 0  # completions in all
+    size: int = 0  # bytes of the first STEP_COMPLETIONS, about as in the page
 
 
 def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
@@ -207,10 +195,8 @@ def _is_number(value: Any) -> bool:
 
 
 def read_pictures(run: RecordedRun, blocks: Sequence[dict[str, Any]], size: int) -> dict[str, str]:
-    """Return the pictures that blocks of `read_completions` name, as data URLs by name, in about `size` bytes.
-
-    If not all fit, those of training are left out evenly. A note of the run counts them.
-    """
+    """Return the pictures that blocks of `read_completions` name, as data URLs by name, in about `size` bytes. If not
+    all fit, those of training are left out evenly. A note of the run counts them."""
     folder, sizes, shown = run.folder / FOLDER, dict[str, int](), list[str]()
     for phase in ("eval", "train"):  # every evaluation has the same held-out problems, each step of training has others
         groups = [group for block in blocks if block["phase"] == phase for group in block["groups"]]

@@ -41,10 +41,8 @@ class LivePage:
         self._data = self._read()
 
     def data(self) -> dict[str, Any]:
-        """Return the page's data; each reading has another `version`.
-
-        If the runs cannot be read any more, the data stays, with the reason as `lost`.
-        """
+        """Return the page's data; each reading has another `version`. If the runs cannot be read any more, the data
+        stays, with the reason as `lost`."""
         with self._lock:
             state = self._file_state()  # from before the reading: lines written during it are read the next time
             if state != self._state and time.monotonic() >= self._next_reading:

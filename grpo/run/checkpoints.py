@@ -40,8 +40,7 @@ from grpo.run.run_folder import PROGRESS, Sums, checkpoints, read_progress, read
 log = logging.getLogger(__name__)
 
 ENGINE = "engine"
-LOAD_UNIVERSAL = {"load_universal": True}
-"""the setting in DeepSpeed's "checkpoint" section with which it loads what `to_universal` wrote"""
+LOAD_UNIVERSAL = {"load_universal": True}  # in DeepSpeed's section "checkpoint": it loads what `to_universal` wrote
 
 _MOVED = {
     "grpo.rollouts.records": "grpo.data.records",
@@ -57,32 +56,19 @@ class Progress:
 
     beta: float
     entropy_coef: float
-    entropy: float | None = None
-    """the mean entropy of the last step's tokens that an adaptive bonus acts on; None before the first step"""
-    step: int = 0
-    """the number of updates done"""
-    num_tokens: int = 0
-    """the tokens that were trained on, over all ranks"""
-    evaluated: dict[str, float] = field(default_factory=dict)
-    """the metrics of the evaluation after the last step; empty if there was none"""
-    round: int = -1
-    """the round that `batches` belong to; -1 before the first is drawn"""
-    batches: list[StepBatch] = field(default_factory=list)
-    """this rank's batch of each step of the round"""
-    reference: str = ""
-    """the fingerprint of the model that the reference servers began with; empty without servers"""
-    ref_step: int = 0
-    """the last step after which the policy became part of the reference; 0: never"""
-    bad_steps: list[int] = field(default_factory=list)
-    """the last steps, in a row, that taught the policy nothing: not finite, all rewards None, or all masked"""
-    flat_steps: int = 0
-    """the number of last steps, in a row, in which all completions of every prompt earned the same reward"""
-    masked_steps: int = 0
-    """the number of updates that did nothing, as every completion was masked"""
-    resampled: int = 0
-    """the number of groups that were replaced in this round, on all ranks"""
-    most_calls_failed: bool = False
-    """whether most calls of tools failed in the last step; rank 0 alone knows it, and no checkpoint has it"""
+    entropy: float | None = None  # mean of the last step's tokens, for an adaptive bonus; None before the first step
+    step: int = 0  # the number of updates done
+    num_tokens: int = 0  # the tokens that were trained on, over all ranks
+    evaluated: dict[str, float] = field(default_factory=dict)  # the metrics of the last step's evaluation, or empty
+    round: int = -1  # the round that `batches` belong to; -1 before the first is drawn
+    batches: list[StepBatch] = field(default_factory=list)  # this rank's batch of each step of the round
+    reference: str = ""  # the fingerprint of the model that the reference servers began with; empty without servers
+    ref_step: int = 0  # the last step after which the policy became part of the reference; 0: never
+    bad_steps: list[int] = field(default_factory=list)  # the last steps in a row that taught the policy nothing
+    flat_steps: int = 0  # the last steps in a row in which all completions of every prompt earned the same reward
+    masked_steps: int = 0  # the number of updates that did nothing, as every completion was masked
+    resampled: int = 0  # the number of groups that were replaced in this round, on all ranks
+    most_calls_failed: bool = False  # calls of tools in the last step; rank 0 alone knows it, no checkpoint has it
 
 
 SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batches", "most_calls_failed")]
@@ -136,10 +122,8 @@ class Checkpoints:
         return min((saved["step"] for saved in readable(self._folder).values()), default=0)
 
     def save(self, engine, progress: Progress) -> None:
-        """Write `checkpoint-STEP`, then delete the older checkpoints that `save_total_limit` does not keep.
-
-        Raises SaveError on every rank if a rank could not write; then nothing is left of the checkpoint.
-        """
+        """Write `checkpoint-STEP`, then delete the older checkpoints that `save_total_limit` does not keep. Raises
+        SaveError on every rank if a rank could not write; then nothing is left of the checkpoint."""
         final = self._folder / f"checkpoint-{progress.step}"
         unfinished = final.with_name(final.name + ".unfinished")
         sums: Sums = {}
@@ -212,10 +196,8 @@ class Checkpoints:
         return how_to_continue(self._folder, last["step"]) if last else "no checkpoint was saved: begin again"
 
     def load(self, checkpoint: Path, engine) -> Progress:
-        """Restore this rank and its engine from the checkpoint. Its requests to the reference are lost.
-
-        Raises ConfigError for another model or reference; RunDescription.check has compared the rest before.
-        """
+        """Restore this rank and its engine from the checkpoint. Its requests to the reference are lost. Raises
+        ConfigError for another model or reference; RunDescription.check has compared the rest before."""
         saved, run = read_progress(checkpoint), self._description.fields
         remedy = "set model_name_or_path to the same model"
         check_same(checkpoint, "the model's fingerprint", saved["model"], self._model, remedy)
@@ -305,10 +287,8 @@ def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
 
 
 def to_universal(engine: Path, to: Path) -> None:
-    """Join the parts that each rank saved with ZeRO-2 into a tensor per parameter, for any number of ranks.
-
-    Raises OSError with the last line of DeepSpeed's program if it fails.
-    """
+    """Join the parts that each rank saved with ZeRO-2 into a tensor per parameter, for any number of ranks. Raises
+    OSError with the last line of DeepSpeed's program if it fails."""
     program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(engine), "--output_folder", str(to)]
     ended = subprocess.run([*program, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -16,11 +16,9 @@ _T = TypeVar("_T")
 
 
 def own_place() -> tuple[int, int, torch.device]:
-    """Take this rank's device and return (rank, number of ranks, device); without a launcher (0, 1, device).
-
-    Only rank 0 shows progress bars. Raises ConfigError as take_device, and for a missing or wrong variable of the
-    launcher: ranks would wait for others for ever.
-    """
+    """Take this rank's device and return (rank, number of ranks, device); without a launcher (0, 1, device). Only rank
+    0 shows progress bars. Raises ConfigError as take_device, and for a missing or wrong variable of the launcher: ranks
+    would wait for others for ever."""
     places = "RANK", "LOCAL_RANK", "WORLD_SIZE"
     for name in (*places, "MASTER_ADDR", "MASTER_PORT") if os.environ.keys() & {*places} else ():
         require(name in os.environ, name, None, LAUNCHER_VARIABLES)

@@ -41,8 +41,7 @@ _SETTINGS = (
     *("max_prompt_length", "max_completion_length", "reward_funcs", "reward_weights", "seed"),
 )
 _STARTED_IN = Path.cwd()  # a reward function may change the directory
-_VLLM_RANK = 16
-"""the largest rank of an adapter that vLLM takes without --max-lora-rank"""
+_VLLM_RANK = 16  # the largest rank of an adapter that vLLM takes without --max-lora-rank
 
 
 class SaveError(RuntimeError):
@@ -57,11 +56,9 @@ def save_model(
     step: int = 0,
     processor: PictureProcessor | None = None,
 ) -> None:
-    """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card, and the run's `step`.
-
-    Of a model with an adapter this writes the adapter alone, unless `merge_on_save` is set. Raises SaveError; then
-    `folder` does not exist.
-    """
+    """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card, and the run's `step`. Of a
+    model with an adapter this writes the adapter alone, unless `merge_on_save` is set. Raises SaveError; then `folder`
+    does not exist."""
     with whole_folder(folder, "model") as unfinished:
         write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor)
         write_progress(unfinished, {"step": step})
@@ -152,10 +149,8 @@ def write_card(
     name: str,
     takes_pictures: bool,
 ) -> None:
-    """Write README.md into the folder of a saved model: front matter for the hub and model_card.md, filled in.
-
-    The run's folder has `folder`. `name` is the model's name in commands. Raises OSError.
-    """
+    """Write README.md into the folder of a saved model: front matter for the hub and model_card.md, filled in. The
+    run's folder has `folder`. `name` is the model's name in commands. Raises OSError."""
     run = folder.absolute().parent
     adapter = model.peft_config["default"] if hasattr(model, "peft_config") else None
     base, data = model.config._name_or_path, config.dataset_name
@@ -254,10 +249,8 @@ def check_login() -> None:
 
 
 def open_repo(config: TrainerConfig, folder: Path) -> str:
-    """Make the hub's repository for the model of the run in `folder`, unless it exists; return OWNER/NAME.
-
-    Raises ConfigError as check_login, and if it cannot be made.
-    """
+    """Make the hub's repository for the model of the run in `folder`, unless it exists; return OWNER/NAME. Raises
+    ConfigError as check_login, and if it cannot be made."""
     check_login()
     name = config.hub_model_id or folder.name
     try:

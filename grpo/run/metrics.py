@@ -30,8 +30,7 @@ class Stats:
     squares: float = 0.0
     low: float = math.inf
     high: float = -math.inf
-    statistic: str = "mean"
-    """the one of STATISTICS that is the metric"""
+    statistic: str = "mean"  # the one of STATISTICS that is the metric
 
     @classmethod
     def of(cls, values: Any, statistic: str = "mean") -> Stats:
@@ -95,10 +94,8 @@ class PhaseClock:
     def __init__(self) -> None:
         self.start = time.perf_counter()
         self.seconds, self.memory = defaultdict[str, float](float), defaultdict[str, float](float)
-        self.open: list[str] = []
-        """phases that have not ended, the outermost first"""
-        self.ended = ""
-        """the last phase that ended and was not within another one"""
+        self.open: list[str] = []  # phases that have not ended, the outermost first
+        self.ended = ""  # the last phase that ended and was not within another one
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

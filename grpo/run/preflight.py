@@ -92,9 +92,7 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
 
 def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:
     """Return the newest undamaged checkpoint to continue from, or None without one; rename the newer, damaged ones.
-
-    Raises ConfigError on every rank as find_checkpoints, for a checkpoint of another format, and if all are damaged.
-    """
+    Raises ConfigError on every rank as find_checkpoints, for a checkpoint of another format, and if all are damaged."""
     damaged: dict[Path, str] = {}
     for checkpoint in on_first(rank, lambda: find_checkpoints(config)):
         try:

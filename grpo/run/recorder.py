@@ -28,8 +28,7 @@ from grpo.run.folder import SaveError
 from grpo.run.json_lines import keep_pictures, read_record, to_json
 from grpo.run.trackers import open_trackers
 
-BAD_STEPS = "bad_steps.jsonl"
-"""the file of a run with the completions of the steps that were skipped"""
+BAD_STEPS = "bad_steps.jsonl"  # the file of a run with the completions of the steps that were skipped
 TABLE_STEPS = 50
 """steps from one step whose completions the trackers are sent to the next; they have those of every evaluation"""
 

@@ -26,8 +26,7 @@ from grpo.run.json_lines import read_records
 log = logging.getLogger(__name__)
 
 FORMAT = 5
-PROGRESS = "progress.json"
-"""the file of a checkpoint that is written last: a folder that has it is complete"""
+PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a folder that has it is complete
 LOCK = "trainer.lock"
 """the lock's file in the run's folder; it names the host and the process that write there. Opening and closing the file
 in that process releases the lock."""
@@ -36,8 +35,7 @@ _WAIT = 20.0  # seconds that a killed process may take to end
 _PIECE = 1 << 20  # bytes read at once
 _THREADS = 4  # files read at the same time
 
-Sums = dict[str, list]
-"""size in bytes and SHA-256 by the file's path in the checkpoint"""
+Sums = dict[str, list]  # size in bytes and SHA-256 by the file's path in the checkpoint
 
 
 class Damaged(Exception):
@@ -45,10 +43,8 @@ class Damaged(Exception):
 
 
 def lock_run(folder: Path) -> None:
-    """Let no other trainer write into the folder until this process has ended.
-
-    Raises ConfigError if another trainer still writes there after 20 seconds, and OSError of the folder.
-    """
+    """Let no other trainer write into the folder until this process has ended. Raises ConfigError if another trainer
+    still writes there after 20 seconds, and OSError of the folder."""
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # it stays open
     deadline, is_waiting = time.monotonic() + _WAIT, False
     while True:
@@ -77,10 +73,8 @@ def lock_run(folder: Path) -> None:
 
 
 def find_run_folder(config: RecordSection) -> Path:
-    """Return the run's folder, which may not exist yet.
-
-    Raises ConfigError as find_checkpoints, if the folder cannot be written, and for a new run if it has results.
-    """
+    """Return the run's folder, which may not exist yet. Raises ConfigError as find_checkpoints, if the folder cannot be
+    written, and for a new run if it has results."""
     checkpoint = next(iter(find_checkpoints(config)), None)
     folder = checkpoint.parent if checkpoint else Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if config.resume_from_checkpoint is None:
@@ -90,10 +84,8 @@ def find_run_folder(config: RecordSection) -> Path:
 
 
 def make_run_folder(config: RecordSection, folder: Path) -> None:
-    """Make the run's folder, unless it exists, and lock it for this process.
-
-    Raises ConfigError if it cannot be written, another trainer writes there, or it has results by now.
-    """
+    """Make the run's folder, unless it exists, and lock it for this process. Raises ConfigError if it cannot be
+    written, another trainer writes there, or it has results by now."""
     with writable("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
@@ -132,10 +124,8 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
 
 
 def find_checkpoints(config: RecordSection) -> list[Path]:
-    """Return the checkpoints to continue from, the newest first; empty if the run begins.
-
-    Raises ConfigError if the run cannot continue from the named checkpoint.
-    """
+    """Return the checkpoints to continue from, the newest first; empty if the run begins. Raises ConfigError if the run
+    cannot continue from the named checkpoint."""
     name = config.resume_from_checkpoint
     if name is None:
         return []

@@ -30,11 +30,8 @@ _LOOK = 0.5  # seconds between two looks at the launcher
 
 
 class Launcher:
-    """The launcher's process that started this rank, and the one above it.
-
-    Make it before anything that takes time: from then on a thread watches both, and ends this process when one of them
-    is gone.
-    """
+    """The launcher's process that started this rank, and the one above it. Make it before anything that takes time:
+    from then on a thread watches both, and ends this process when one of them is gone."""
 
     def __init__(self) -> None:
         above = psutil.Process().parents()
@@ -59,16 +56,13 @@ class Launcher:
 
 
 class StopSignals:
-    """Catch the signals that ask this process to stop: the first one only sets `asked`.
-
-    A thread reads them, as the main thread may be in a collective.
-    """
+    """Catch the signals that ask this process to stop: the first one only sets `asked`. A thread reads them, as the
+    main thread may be in a collective."""
 
     def __init__(self, launcher: Launcher, event: threading.Event | None = None) -> None:
         """`event` is set when a signal asks."""
         self._event = event or threading.Event()
-        self.asked = 0
-        """number of the signal that asked to stop; 0 before there was one"""
+        self.asked = 0  # number of the signal that asked to stop; 0 before there was one
         self._asked_at = 0.0
         self._launcher_hold: subprocess.Popen | None = None
         self._launcher = launcher.process
@@ -144,10 +138,8 @@ class _Output:
 
 
 def _hold(launcher: int) -> subprocess.Popen:
-    """Stop the launcher until this process has ended, in whatever way.
-
-    A shell continues it when `cat` ends, which is when no process has the other end of its pipe any more.
-    """
+    """Stop the launcher until this process has ended, in whatever way. A shell continues it when `cat` ends, which is
+    when no process has the other end of its pipe any more."""
     script = f"kill -STOP {launcher}; cat >/dev/null; kill -CONT {launcher}"
     return subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
 
@@ -167,10 +159,8 @@ def _is_launcher(process: psutil.Process) -> bool:
 
 
 def _is_orphan(process: int) -> bool:
-    """Return whether the parent that started the process is gone already.
-
-    A process has its parent's session or leads a session of its own; the process that adopts an orphan has another one.
-    """
+    """Return whether the parent that started the process is gone already. A process has its parent's session or leads a
+    session of its own; the process that adopts an orphan has another one."""
     with suppress(psutil.Error, ProcessLookupError):
         if parent := _parent(process):
             return os.getsid(process) not in (os.getsid(parent), process)

@@ -26,15 +26,12 @@ from grpo.run.metrics import PhaseClock
 
 log = logging.getLogger(__name__)
 
-TIME_OUT = 1800.0
-"""seconds after which a collective ends the run, beyond the time that the reference may take"""
+TIME_OUT = 1800.0  # seconds after which a collective ends the run, beyond the time that the reference may take
 PATIENCE = 120.0
 """seconds without progress of any rank before a log line; half of them until a collective has worked. Each further line
 comes after twice as many."""
-BEAT = 5.0
-"""seconds between two reports of a rank"""
-SHOWN = 8
-"""ranks that a log line names at most"""
+BEAT = 5.0  # seconds between two reports of a rank
+SHOWN = 8  # ranks that a log line names at most
 PHASES = (
     *("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_ref", "update", "optimizer"),
     "publish_ref",
@@ -51,19 +48,13 @@ class Position:
 
     host: str
     process: int
-    beat: int
-    """number of the report"""
+    beat: int  # number of the report
     step: int
-    after: float
-    """the rank's place in its step: that of its outermost phase in PHASES; half a place more between phases"""
-    phase: str
-    """the innermost phase that the rank is in; empty between phases"""
-    line: str
-    """the innermost line of our code or the user's: "file:line in function" """
-    stack: list[str]
-    """every line of the thread that does the work"""
-    waits: bool
-    """whether the rank is within a collective"""
+    after: float  # the place of the rank's outermost phase in PHASES; half a place more between phases
+    phase: str  # the innermost phase that the rank is in; empty between phases
+    line: str  # the innermost line of our code or the user's: "file:line in function"
+    stack: list[str]  # every line of the thread that does the work
+    waits: bool  # whether the rank is within a collective
 
 
 @dataclass
@@ -71,12 +62,9 @@ class RankState:
     """The last position of a rank, with the time.monotonic() of its last changes."""
 
     position: Position
-    reported: float
-    """when the rank sent its last report"""
-    moved: float
-    """when its step, its phase or `waits` changed"""
-    worked: float
-    """when its stack changed"""
+    reported: float  # when the rank sent its last report
+    moved: float  # when its step, its phase or `waits` changed
+    worked: float  # when its stack changed
 
     def update(self, position: Position, now: float) -> None:
         def changed(*names: str) -> bool:
@@ -89,10 +77,8 @@ class RankState:
 
 
 class Watchdog:
-    """Watch over the ranks of a run. Make it before the ranks join: they may hang there.
-
-    Set `met` once a collective has worked, and `step` and `clock` when a step begins.
-    """
+    """Watch over the ranks of a run. Make it before the ranks join: they may hang there. Set `met` once a collective
+    has worked, and `step` and `clock` when a step begins."""
 
     def __init__(self, rank: int, world_size: int, hint: str = ""):
         """`hint` names a likely cause if the first collective hangs."""
@@ -191,9 +177,7 @@ class Watchdog:
 
 def held_up_by(states: dict[int, RankState], now: float, patience: float) -> list[int]:
     """Return the ranks that the others wait for if no rank has moved for `patience` seconds; else an empty list.
-
-    Returns all ranks if none waits for another and no stack has changed either.
-    """
+    Returns all ranks if none waits for another and no stack has changed either."""
     if not states or now - max(state.moved for state in states.values()) <= patience:
         return []
     places = {rank: (state.position.step, state.position.after) for rank, state in states.items()}
