@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -110,21 +110,16 @@ def answer_lines(
         conversation.answered(answer)
 
 
+@dataclass
 class Answerer:
     """Draw and print answers of the model, with those of tools or an environment between its turns."""
 
-    def __init__(
-        self,
-        config: ChatConfig,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        end_ids: list[int],
-        vision: Vision | None,
-        turns: Responder | None,
-    ):
-        """`end_ids`: the ids that end a turn of the model. `turns` is None without tools and environment."""
-        self._config, self._model, self._tokenizer, self._end_ids = config, model, tokenizer, end_ids
-        self._vision, self._turns = vision, turns
+    config: ChatConfig
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: list[int]  # that end a turn of the model
+    vision: Vision | None
+    turns: Responder | None  # None without tools and environment
 
     def answer(self, example: Example, limit: int, seed: int, stopped: list[int]) -> Rollout:
         """Draw an answer of at most `limit` tokens, and print it, with answers of tools or an environment in brackets.
@@ -132,9 +127,9 @@ class Answerer:
         from grpo.data.responder import make_rollout, show_answer
         from grpo.wire.picture_files import with_more
 
-        if self._turns is None:
+        if self.turns is None:
             return self._draw(example, limit, seed, stopped)
-        dialogue, shown, awaited = self._turns.begin(example, (seed, 0, 0)), 0, None
+        dialogue, shown, awaited = self.turns.begin(example, (seed, 0, 0)), 0, None
         ids: list[int] = []
         drawn: list[bool] = []
         try:
@@ -160,14 +155,14 @@ class Answerer:
                 threading.Thread(target=_close_late, args=[dialogue], name="close", daemon=True).start()
             else:
                 dialogue.close()
-        return make_rollout(self._tokenizer, self._end_ids, ids, [], 0, drawn, dialogue.outcome)
+        return make_rollout(self.tokenizer, self.end_ids, ids, [], 0, drawn, dialogue.outcome)
 
     def _draw(self, example: Example, room: int, seed: int, stopped: list[int]) -> Rollout:
         from grpo.sampling.generate import LocalSampler
 
-        sampler = LocalSampler(self._model, self._tokenizer, self._end_ids, room, vision=self._vision)
-        printer = AnswerPrinter(self._tokenizer.decode, stopped)
-        rollout = sampler.stream(example, self._config.temperature, seed, printer)
+        sampler = LocalSampler(self.model, self.tokenizer, self.end_ids, room, vision=self.vision)
+        printer = AnswerPrinter(self.tokenizer.decode, stopped)
+        rollout = sampler.stream(example, self.config.temperature, seed, printer)
         printer.finish()
         return rollout
 

@@ -90,63 +90,57 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+@dataclass
 class Checkpoints:
     """Write and read a run's checkpoints. Every rank has an instance, and all ranks call each method together."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        description: RunDescription,
-        model: str,
-        reference: str,
-        rank: int,
-        best_by: str = "",
-        processor: PictureProcessor | None = None,
-    ):
-        """`folder` is the run's. `model` is the fingerprint of the initial policy, `reference` that of the reference
-        servers' model (empty without servers). The highest value of the evaluation's metric `best_by` makes a
-        checkpoint the best."""
-        self.identity = description.identity(model)
-        self._config, self._folder, self._tokenizer = config, folder, tokenizer
-        self._description, self._model, self._reference = description, model, reference
-        self._rank, self._best_by, self._processor = rank, best_by, processor
-        self._is_partly_frozen = config.use_peft or config.freeze_vision_tower
-        if rank == 0:
-            for unfinished in [*folder.glob("*.unfinished"), *folder.glob("*.old")]:
+    config: TrainerConfig
+    folder: Path  # the run's
+    tokenizer: PreTrainedTokenizerBase
+    description: RunDescription
+    model: str  # the fingerprint of the initial policy
+    reference: str  # the fingerprint of the reference servers' model; empty without servers
+    rank: int
+    best_by: str = ""  # the evaluation's metric whose highest value makes a checkpoint the best
+    processor: PictureProcessor | None = None
+
+    def __post_init__(self) -> None:
+        self.identity = self.description.identity(self.model)
+        self._is_partly_frozen = self.config.use_peft or self.config.freeze_vision_tower
+        if self.rank == 0:
+            for unfinished in [*self.folder.glob("*.unfinished"), *self.folder.glob("*.old")]:
                 shutil.rmtree(unfinished)
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint, or 0: nothing before it is needed any more."""
-        return min((saved["step"] for saved in readable(self._folder).values()), default=0)
+        return min((saved["step"] for saved in readable(self.folder).values()), default=0)
 
     def save(self, engine, progress: Progress) -> None:
         """Write `checkpoint-STEP`, then delete the older checkpoints that `save_total_limit` does not keep. Raises
         SaveError on every rank if a rank could not write; then nothing is left of the checkpoint."""
-        final = self._folder / f"checkpoint-{progress.step}"
+        final = self.folder / f"checkpoint-{progress.step}"
         unfinished = final.with_name(final.name + ".unfinished")
         sums: Sums = {}
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            tokenizer, processor = self._tokenizer, self._processor
-            write_model(engine.module, tokenizer, unfinished, self._config, progress.step, processor=processor)
+            tokenizer, processor = self.tokenizer, self.processor
+            write_model(engine.module, tokenizer, unfinished, self.config, progress.step, processor=processor)
 
         def save_rank() -> None:
-            with open(unfinished / f"rank-{self._rank}.pickle", "wb") as file:
-                is_trained_on = progress.round != progress.step // self._config.updates_per_round
+            with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
+                is_trained_on = progress.round != progress.step // self.config.updates_per_round
                 pickle.dump({"random": random_states(), "batches": [] if is_trained_on else progress.batches}, file)
             # Each rank sums the files that it wrote: its machine still has them in memory.
             names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
-            sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self._rank]))
+            sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self.rank]))
 
         def put_together() -> None:
             files = dict(sorted(item for of_rank in sums_by_rank for item in of_rank.items()))
             shared = {name: getattr(progress, name) for name in SHARED}
-            write_progress(unfinished, self._description.fields | {"model": self._model} | shared | {"files": files})
+            write_progress(unfinished, self.description.fields | {"model": self.model} | shared | {"files": files})
             # A run that resumes from here does not write the earlier records again.
-            for records in self._folder.glob("*.jsonl"):
+            for records in self.folder.glob("*.jsonl"):
                 to_disk(records, deep=False)
             put_in_place(unfinished, final)
 
@@ -159,7 +153,7 @@ class Checkpoints:
             sums_by_rank = gather(sums)
             failure = self._failure_of(put_together, on_all=False)
         if failure is not None:
-            if self._rank == 0:
+            if self.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             # The trained weights, for others and for DeepSpeed, and in float32 with AdamW's two moments.
             trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
@@ -168,8 +162,8 @@ class Checkpoints:
                 f"{final} could not be saved: {failure}: nothing was left there. It takes about {size} MiB: make room; "
                 f"{self.way_on()}"
             )
-        if self._rank == 0:
-            self._delete_old()
+        if self.rank == 0:
+            self.delete_old()
             log.info("saved %s", final)
 
     def _save_engine(self, engine, unfinished: Path) -> None:
@@ -185,25 +179,25 @@ class Checkpoints:
         """Save a checkpoint of this step unless it exists; return how to continue from it. Raises SaveError."""
         if progress.step == 0:
             return "nothing is lost: no step was done"
-        saved = self._folder / f"checkpoint-{progress.step}"
+        saved = self.folder / f"checkpoint-{progress.step}"
         if not from_first((saved / PROGRESS).exists()):  # another machine may see it later
             self.save(engine, progress)
-        return how_to_continue(self._folder, progress.step)
+        return how_to_continue(self.folder, progress.step)
 
     def way_on(self) -> str:
         """Return how to continue from the newest checkpoint, for a rank that fails alone and cannot save."""
-        last = next(reversed(readable(self._folder).values()), None)
-        return how_to_continue(self._folder, last["step"]) if last else "no checkpoint was saved: begin again"
+        last = next(reversed(readable(self.folder).values()), None)
+        return how_to_continue(self.folder, last["step"]) if last else "no checkpoint was saved: begin again"
 
     def load(self, checkpoint: Path, engine) -> Progress:
         """Restore this rank and its engine from the checkpoint. Its requests to the reference are lost. Raises
         ConfigError for another model or reference; RunDescription.check has compared the rest before."""
-        saved, run = read_progress(checkpoint), self._description.fields
+        saved, run = read_progress(checkpoint), self.description.fields
         remedy = "set model_name_or_path to the same model"
-        check_same(checkpoint, "the model's fingerprint", saved["model"], self._model, remedy)
-        if not self._config.ref_update_steps:
+        check_same(checkpoint, "the model's fingerprint", saved["model"], self.model, remedy)
+        if not self.config.ref_update_steps:
             remedy = "start the reference server with the model that it had"
-            check_same(checkpoint, "the reference's fingerprint", saved["reference"], self._reference, remedy)
+            check_same(checkpoint, "the reference's fingerprint", saved["reference"], self.reference, remedy)
         for name, now in run["versions"].items():
             if (then := saved["versions"].get(name)) != now:
                 log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)
@@ -221,47 +215,47 @@ class Checkpoints:
 
             rearrange = partial(to_universal, checkpoint / ENGINE, universal / ENGINE)
             failure = self._failure_of(rearrange, on_all=False) or self._failure_of(load_universal, on_all=True)
-            if self._rank == 0:
+            if self.rank == 0:
                 shutil.rmtree(universal, ignore_errors=True)
             if failure:
                 raise SaveError(
                     f"{checkpoint} could not be rearranged for {ranks} ranks: {failure}: this needs about as much room "
                     f"as the checkpoint has; or start it with {saved_ranks}"
                 )
-        needed = [self._rank] if saved_ranks == ranks else range(saved_ranks)
+        needed = [self.rank] if saved_ranks == ranks else range(saved_ranks)
         states = {rank: read_rank_state(checkpoint, rank) for rank in needed}
-        if self._rank in states:
-            set_random_states(states[self._rank]["random"])
+        if self.rank in states:
+            set_random_states(states[self.rank]["random"])
         by_rank = [state["batches"] for state in states.values()]
-        batches = by_rank[0] if saved_ranks == ranks else share_anew(by_rank, self._rank, ranks)
+        batches = by_rank[0] if saved_ranks == ranks else share_anew(by_rank, self.rank, ranks)
         return Progress(batches=batches, **{name: saved[name] for name in SHARED})
 
     def references(self) -> set[int]:
         """Return the steps after which the policy became a reference that a checkpoint needs; {0} without one."""
-        return {saved["ref_step"] for saved in readable(self._folder).values()} or {0}
+        return {saved["ref_step"] for saved in readable(self.folder).values()} or {0}
 
     def _failure_of(self, action: Callable[[], None], on_all: bool) -> str | None:
         """Run the action on every rank or on the first. Return the first failure of a rank, or None, on all ranks."""
         failure = None
-        if on_all or self._rank == 0:
+        if on_all or self.rank == 0:
             try:
                 action()
             # After any error of any rank the other ranks must not continue as if the checkpoint existed.
             except Exception as error:
                 reason = getattr(error, "strerror", None) or error
-                failure = f"{reason}{describe_room(self._folder)} (rank {self._rank})"
+                failure = f"{reason}{describe_room(self.folder)} (rank {self.rank})"
         return next(filter(None, gather(failure)), None)
 
-    def _delete_old(self) -> None:
+    def delete_old(self) -> None:
         """Keep the newest save_total_limit checkpoints that can be read, and the one with the best evaluation."""
-        limit, by_path = self._config.save_total_limit, readable(self._folder)
+        limit, by_path = self.config.save_total_limit, readable(self.folder)
         if limit == 0:
             return
-        values = {path: saved["evaluated"].get(self._best_by) for path, saved in reversed(by_path.items())}
+        values = {path: saved["evaluated"].get(self.best_by) for path, saved in reversed(by_path.items())}
         known = [path for path, value in values.items() if value is not None and not math.isnan(value)]
         best = max(known, key=values.get, default=None)  # the newest of equal ones
         keep = {*[*by_path][-limit:], best}
-        for old in checkpoints(self._folder):
+        for old in checkpoints(self.folder):
             if old not in keep:
                 # A rename ends it as a checkpoint at once: a kill while files are deleted leaves no half of one.
                 deleted = old.with_name(old.name + ".unfinished")

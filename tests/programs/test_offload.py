@@ -5,7 +5,7 @@ import torch
 from rounding import FORMULA, assert_rounded
 from trainer_runs import finish, options, training, weights, went_on
 
-KILLED = "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:before:1", "0"
+KILLED = "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints.delete_old:before:1", "0"
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
         with training(
-            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:after:1", "0"
+            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints.delete_old:after:1", "0"
         ) as process:
             process.communicate(timeout=120)
         with training(2, ["400", *words], "tests/full_disk.py") as process:
@@ -267,7 +267,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, m
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
         with training(
-            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:after:3", "0"
+            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints.delete_old:after:3", "0"
         ) as process:
             process.communicate(timeout=120)
         newest = run / "checkpoint-6"
@@ -304,7 +304,7 @@ MOMENTS = {
     "grpo.run.checkpoints:write_model:after:2": 6,
     "grpo.trainer.publish_reference:write_weights:before:1": 6,
     "grpo.run.checkpoints:put_in_place:before:1": 6,
-    "grpo.run.checkpoints:Checkpoints._delete_old:before:1": 8,
+    "grpo.run.checkpoints:Checkpoints.delete_old:before:1": 8,
 }
 
 
@@ -416,7 +416,7 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
         (1, "eval_rewards/nothing/mean", [14]),
     ):
         config = TrainerConfig(save_total_limit=limit)
-        checkpoints_of(config, run, best_by=best_by)._delete_old()
+        checkpoints_of(config, run, best_by=best_by).delete_old()
         assert [step_of(path) for path in checkpoints(run)] == kept
         assert len([*run.iterdir()]) == len(kept)
 
@@ -493,7 +493,7 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         (tmp_path / f"run/checkpoint-{step}/progress.json").write_text(content)
     run_checkpoints = checkpoints_of(TrainerConfig(save_total_limit=2), tmp_path / "run", best_by="eval_accuracy")
     assert run_checkpoints.references() == {4, 8}
-    run_checkpoints._delete_old()
+    run_checkpoints.delete_old()
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [4, 8]
 
 

@@ -12,7 +12,7 @@ from grpo.data.records import Example, StepBatch
 from grpo.run.checkpoints import read_rank_state, share_anew
 from grpo.wire.picture_files import PicturedPrompt
 
-KILLED = "grpo.run.checkpoints:Checkpoints._delete_old:before:"
+KILLED = "grpo.run.checkpoints:Checkpoints.delete_old:before:"
 
 
 @pytest.mark.slow
