@@ -34,6 +34,7 @@ from grpo.model.pictures import Vision, load_processor
 from grpo.sampling.generate import LocalSampler
 from grpo.wire.picture_files import PicturedPrompt
 
+HERE = {"cwd": REPOSITORY, "env": ENVIRONMENT}
 SYSTEM = "Answer in one word."
 SHORT_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "24"]
 LONG_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "400"]
@@ -44,14 +45,8 @@ def command(model_folder, *options) -> list[str]:
 
 
 def piped(model_folder, text: str, *options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(model_folder, *options),
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        input=text.encode(),
-        capture_output=True,
-        timeout=120,
-    )
+    words = command(model_folder, *options)
+    return subprocess.run(words, **HERE, input=text.encode(), capture_output=True, timeout=120)
 
 
 @pytest.fixture
@@ -159,14 +154,8 @@ def long_answer(model, tokenizer) -> tuple[str, str]:
 @pytest.mark.slow
 def test_the_first_token_is_there_before_the_last_and_ctrl_c_ends_a_pipe(model_folder, long_answer):
     question, answer = long_answer
-    process = subprocess.Popen(
-        command(model_folder, *LONG_AND_GREEDY),
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command(model_folder, *LONG_AND_GREEDY), **HERE, **pipes)
     process.stdin.write(f"{question}\n".encode())
     process.stdin.flush()
     seen = os.read(process.stdout.fileno(), 1)
@@ -181,14 +170,8 @@ def test_the_first_token_is_there_before_the_last_and_ctrl_c_ends_a_pipe(model_f
 @pytest.mark.slow
 def test_a_reader_who_leaves_is_no_disaster(model_folder, long_answer):
     chat = shlex.join(command(model_folder, *LONG_AND_GREEDY))
-    ended = subprocess.run(
-        ["bash", "-c", f"echo '{long_answer[0]}' | {chat} | head -c 3 > /dev/null; echo ${{PIPESTATUS[@]}}"],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    line = f"echo '{long_answer[0]}' | {chat} | head -c 3 > /dev/null; echo ${{PIPESTATUS[@]}}"
+    ended = subprocess.run(["bash", "-c", line], **HERE, capture_output=True, text=True, timeout=120)
     assert ended.stdout == "0 1 0\n"
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
 
@@ -198,15 +181,8 @@ class Terminal:
 
     def __init__(self, arguments: list[str], errors: int | io.TextIOWrapper):
         self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            arguments,
-            cwd=REPOSITORY,
-            env={**ENVIRONMENT, "TERM": "dumb"},
-            stdin=slave,
-            stdout=slave,
-            stderr=errors,
-            start_new_session=True,
-        )
+        here = {"cwd": REPOSITORY, "env": ENVIRONMENT | {"TERM": "dumb"}, "start_new_session": True}
+        self.process = subprocess.Popen(arguments, stdin=slave, stdout=slave, stderr=errors, **here)
         os.close(slave)
 
     def type(self, text: str) -> None:
@@ -296,22 +272,12 @@ def test_an_answer_may_be_longer_than_a_batch_allows(chat, tokenizer, tmp_path):
     """With longrope positions a batch's rows depend on the longest from 32 tokens on; a batch of one has one row."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4}
     torch.manual_seed(0)
-    model = Phi3ForCausalLM(
-        Phi3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            original_max_position_embeddings=32,
-            rope_parameters=rope | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 4.0, 6.0, 8.0]},
-            initializer_range=0.3,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    ).eval()
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 4.0, 6.0, 8.0]}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    settings = Phi3Config(vocab_size=len(tokenizer), **shape, **ids, rope_parameters=rope, initializer_range=0.3)
+    model = Phi3ForCausalLM(settings).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     question = "What is 2+2?" + " frog" * 8
@@ -413,17 +379,18 @@ def test_what_cannot_be_answered_is_said_in_one_line(model_folder):
 @pytest.mark.parametrize("hangs", ["tool", "tool beside an environment", "method"])
 def test_a_call_that_hangs_does_not_keep_the_program_from_its_end(terminal, tmp_path, hangs, at):
     shop = callers.write(tmp_path)
-    file, begun, said = shop / "tools.py", shop / "begun", shop / "errors"
+    file, begun, log = shop / "tools.py", shop / "begun", shop / "errors"
     code = file.read_text().replace("return PRICES[item]", f"import time; open({str(begun)!r}, 'w'); time.sleep(600)")
     file.write_text(code if hangs != "tool beside an environment" else code.replace("    def price(", "    def other("))
     words = ["--model", str(shop / "model"), "--max_completion_length", "60", "--temperature", "0"]
+    words += ["--tool_timeout", "300"]
     words += ["--tools", f"{file}:price"] if hangs != "method" else []
     words += ["--environment", f"{file}:Shop"] if hangs != "tool" else []
     question = json.dumps({"question": "How much is a pen?", "answer": "7"}) if hangs != "tool" else "How much?"
 
-    with open(said, "w") as errors:
+    with open(log, "w") as errors:
         if at == "terminal":
-            chat = terminal(*words, "--tool_timeout", "300", errors=errors)
+            chat = terminal(*words, errors=errors)
             chat.until("\n> ")
             chat.type(question + "\n")
             wait_for_file(begun, chat.process)
@@ -432,11 +399,10 @@ def test_a_call_that_hangs_does_not_keep_the_program_from_its_end(terminal, tmp_
             chat.type("\x04")
             assert chat.process.wait(timeout=30) == 0
         else:
-            program = command(shop / "model", *words, "--tool_timeout", "300")
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": errors}
-            with subprocess.Popen(program, cwd=REPOSITORY, env=ENVIRONMENT, **pipes) as chat:
+            with subprocess.Popen(command(shop / "model", *words), **HERE, **pipes) as chat:
                 chat.stdin.write(question.encode() + b"\n")
                 chat.stdin.flush()
                 below = end_by_ctrl_c(chat, begun)
     assert below and not left_of(below)
-    assert not [word for word in ("Traceback", "ERROR", "lost its process", "cannot") if word in said.read_text()]
+    assert not [word for word in ("Traceback", "ERROR", "lost its process", "cannot") if word in log.read_text()]
