@@ -23,21 +23,17 @@ from grpo.model.shared_cache import SharedCache
 
 
 def options(model_folder, data, **changes) -> list[str]:
-    settings = {
-        "model": model_folder,
-        "dataset": data,
-        "system_prompt": "",
-        "max_prompt_length": 96,
-        "max_completion_length": 24,
-        "eval_samples": 10,
-        "sequences_per_generate": 4,
-    } | changes
+    settings = {"model": model_folder, "dataset": data, "system_prompt": "", "max_prompt_length": 96}
+    settings |= {"max_completion_length": 24, "eval_samples": 10, "sequences_per_generate": 4} | changes
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
+HERE = {"cwd": REPOSITORY, "env": ENVIRONMENT, "text": True}
+PROGRAM = [sys.executable, "-m", "grpo.evaluate"]
+
+
 def run(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "grpo.evaluate", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*PROGRAM, *arguments], **HERE, capture_output=True, timeout=120)
 
 
 def result(folder) -> tuple[dict, list[dict]]:
@@ -172,9 +168,8 @@ def test_ctrl_c_ends_it_while_a_call_hangs(model_folder, data_folder, tmp_path, 
         settings, model = [f"--reward_funcs={file}:hang", "--reward_timeout=300"], model_folder
     else:
         settings, model = [f"--environment={file}:Shop", "--tool_timeout=300"], callers.write(tmp_path) / "model"
-    command = [sys.executable, "-m", "grpo.evaluate", *options(model, data_folder, eval_samples=1), *settings]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, text=True, **pipes) as process:
+    command = [*PROGRAM, *options(model, data_folder, eval_samples=1), *settings]
+    with subprocess.Popen(command, **HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         below = end_by_ctrl_c(process, begun)
         *_, last = process.stderr.read().splitlines()
     assert last.endswith("error: interrupted")

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +14,7 @@ import requests
 from browser import chromium, needs_browser
 from conftest import ENVIRONMENT, REPOSITORY
 from recorded import completion, write
+from servers import wait_until
 
 from grpo.config.errors import ConfigError
 from grpo.config.programs import ReportConfig
@@ -56,11 +56,9 @@ class Reader:
         return answer.json()
 
     def next(self) -> dict:
-        deadline = time.monotonic() + 20
-        while (data := self.ask()) is None:
-            assert time.monotonic() < deadline, "nothing new"
-            time.sleep(0.02)
-        return data
+        news = []
+        wait_until(lambda: news.append(self.ask()) or news[-1])
+        return news[-1]
 
 
 def append(path: Path, text: str) -> None:

@@ -43,17 +43,22 @@ def example(card: ModelCard) -> str:
     return re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
 
 
+def names_of_example(card: ModelCard, folder) -> dict:
+    """Run the card's example, which prints something, and return its names."""
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(example(card).replace('"MODEL"', repr(str(folder))), names)
+    assert printed.getvalue().strip()
+    return names
+
+
 def test_the_card_of_a_model(model, tokenizer, data_folder, run):
     settings = {"dataset_name": str(data_folder), "reward_funcs": ["correctness_reward"], "system_prompt": SYSTEM}
     card = card_of(model, tokenizer, run / "model", **settings)
-    assert card.data.to_dict() == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["grpo", "generated_from_trainer"],
-    }
-    assert (
-        "`tiny`, trained for 7 steps with GRPO ([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) on\n" in card.text
-    )
+    facts = {"pipeline_tag": "text-generation", "tags": ["grpo", "generated_from_trainer"]}
+    assert card.data.to_dict() == facts | {"library_name": "transformers"}
+    paper = "[arXiv:2402.03300](https://arxiv.org/abs/2402.03300)"
+    assert f"`tiny`, trained for 7 steps with GRPO ({paper}) on\n" in card.text
     assert f"`{data_folder.name}`" in card.text and str(data_folder) not in card.text
     assert "| step 0 (8 problems) | step 5 (8 problems) |" in card.text  # step 9 is of a later model
     assert "| accuracy | 0.250 ± 0.100 | 0.500 ± 0.200 |" in card.text and "| reward |" not in card.text
@@ -78,10 +83,7 @@ def test_its_example_asks_as_in_training(model, tokenizer, tmp_path, kind):
     card = card_of(model, tokenizer, tmp_path / "model", **settings, save_system_prompt=kind == "kept")
     assert (json.dumps(SYSTEM) in example(card)) == (kind == "template")
     assert ("FROM ." in card.text) == (kind != "text")
-    names = {}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(example(card).replace('"MODEL"', repr(str(tmp_path / "model"))), names)
-    assert printed.getvalue().strip()
+    names = names_of_example(card, tmp_path / "model")
     prompt = names["prompt"]
     seen = prompt if kind == "text" else names["ask"].tokenizer.apply_chat_template(prompt, tokenize=False)
     assert SYSTEM in seen
@@ -103,10 +105,7 @@ def test_the_example_of_a_model_with_pictures_asks_with_one(tmp_path, monkeypatc
     assert "| freeze_vision_tower | True |" in card.text and "max_pixels" not in card.text
     monkeypatch.chdir(tmp_path)
     (tmp_path / "picture.png").write_bytes(pictured.drawing(24, 24, 0))
-    names = {}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(example(card).replace('"MODEL"', repr(str(tmp_path / "model"))), names)
-    assert printed.getvalue().strip()
+    names = names_of_example(card, tmp_path / "model")
     assert SYSTEM in names["ask"].processor.apply_chat_template(names["prompt"], tokenize=False)
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import re
 
 import pytest
 from hub_server import running_hub
@@ -82,11 +81,6 @@ def test_a_model_that_cannot_be_pushed_stays(hub, model, tokenizer, tmp_path, fa
     assert "Your storage is full" in str(failed.value)
     assert str(failed.value).endswith(f"push it with: hf upload me/model '{folder}'")
     assert (folder / "model.safetensors").exists()
-
-
-def test_a_repository_is_refused_without_push_to_hub():
-    with pytest.raises(ConfigError, match=re.escape("hub_model_id='me/model': it does nothing without push_to_hub")):
-        TrainerConfig(hub_model_id="me/model")
 
 
 @pytest.mark.slow
