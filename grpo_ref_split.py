@@ -45,10 +45,11 @@ from grpo.client.server_errors import ServerError
 from grpo.config.errors import RewardError
 from grpo.report.curves import draw_curves
 from grpo.report.summary import summary
+from grpo.run.collective import on_first
 from grpo.run.exit import exit_code
 from grpo.run.folder import SaveError, open_repo, push_model
 from grpo.run.metrics import PhaseClock
-from grpo.run.preflight import check_alike, describe_inputs, find_run, on_first
+from grpo.run.preflight import check_alike, describe_inputs, find_run
 from grpo.run.run_folder import find_run_folder
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run

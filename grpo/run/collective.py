@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from grpo.config.errors import LAUNCHER_VARIABLES, launcher_number, rank_count, require
+from grpo.config.errors import LAUNCHER_VARIABLES, ConfigError, launcher_number, rank_count, require
 from grpo.model.devices import take_device
 
 _T = TypeVar("_T")
@@ -40,6 +41,20 @@ def from_first(value: _T) -> _T:
     if dist.is_initialized():
         dist.broadcast_object_list(box)
     return box[0]
+
+
+def on_first(rank: int, action: Callable[[], _T]) -> _T:
+    """Run the action on rank 0 alone; return its result, or raise its ConfigError, on every rank."""
+    result: _T | ConfigError | None = None
+    if rank == 0:
+        try:
+            result = action()
+        except ConfigError as error:
+            result = error
+    result = from_first(result)
+    if isinstance(result, ConfigError):
+        raise result
+    return result
 
 
 def gather(local_value: Any) -> list[Any]:

@@ -12,14 +12,14 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
 from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.run.collective import from_first, gather
+from grpo.run.collective import from_first, gather, on_first
 from grpo.run.description import LIBRARIES
 from grpo.run.run_folder import (
     damage,
@@ -34,8 +34,6 @@ from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import pictures_of
 
 log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 # Settings that say where something is may differ between machines. Its content is compared, here or by the server.
 _PLACES = {
@@ -129,20 +127,6 @@ def _rename_damaged(damaged: Mapping[Path, str], used: Path) -> None:
         with writable("output_dir", checkpoint.parent):
             shutil.rmtree(new_path, ignore_errors=True)
             checkpoint.rename(new_path)
-
-
-def on_first(rank: int, action: Callable[[], _T]) -> _T:
-    """Run the action on rank 0 alone; return its result, or raise its ConfigError, on every rank."""
-    result: _T | ConfigError | None = None
-    if rank == 0:
-        try:
-            result = action()
-        except ConfigError as error:
-            result = error
-    result = from_first(result)
-    if isinstance(result, ConfigError):
-        raise result
-    return result
 
 
 def describe_inputs(

@@ -118,11 +118,12 @@ class Watchdog:
             except RuntimeError:  # rank 0 has ended, which ends this one
                 return
             self._answered = now = time.monotonic()
-            positions = [Position(**json.loads(report)) for report in reports]
-            if not self._states:
-                self._states = {rank: RankState(position, now, now, now) for rank, position in enumerate(positions)}
-            for rank, position in enumerate(positions):
-                self._states[rank].update(position, now)
+            states = {}
+            for rank, report in enumerate(reports):
+                position = Position(**json.loads(report))
+                states[rank] = self._states.get(rank) or RankState(position, now, now, now)
+                states[rank].update(position, now)
+            self._states = states
 
     def _watch(self) -> None:
         """Log every stall, each time after twice as long, until closed."""

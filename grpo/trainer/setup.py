@@ -40,9 +40,10 @@ from grpo.model.trial import make_batcher
 from grpo.pool.client import Retrier
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
+from grpo.run.collective import on_first
 from grpo.run.description import RunDescription
 from grpo.run.metrics import PhaseClock
-from grpo.run.preflight import check_alike, on_first
+from grpo.run.preflight import check_alike
 from grpo.run.recorder import Recorder, describe_start, record_start
 from grpo.run.run_folder import make_run_folder, read_progress
 from grpo.run.signals import Launcher, StopSignals
