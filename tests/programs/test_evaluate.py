@@ -261,13 +261,6 @@ def test_two_ranks_find_what_one_process_finds(launch, model_folder, data_folder
 
 
 @pytest.mark.slow
-def test_two_ranks_say_a_mistake_once(launch, data_folder):
-    ended = launch(2, "--module", "grpo.evaluate", *options("/no/model", data_folder))
-    assert ended.returncode != 0 and "Traceback" not in ended.stdout
-    assert ended.stdout.count("python -m grpo.evaluate: error: model_name_or_path='/no/model'") == 1
-
-
-@pytest.mark.slow
 def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_folder, tmp_path):
     own = tmp_path / "own.py"  # a reward that random weights earn, so that they move
     own.write_text(

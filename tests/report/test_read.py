@@ -42,11 +42,8 @@ def recorded(folder, completions, pictures: dict[str, bytes] | None = None):
 
 
 def test_numbers_come_back_by_step_and_what_is_no_finite_number_is_missing(tmp_path):
-    metrics = [
-        {"step": 0, "eval_accuracy": 0.5},
-        {"step": 1, "reward": 1, "kl": None, "name": "x", "flag": True, "huge": 10**400},
-    ]
-    write(tmp_path, metrics)
+    second = {"step": 1, "reward": 1, "kl": None, "name": "x", "flag": True, "huge": 10**400}
+    write(tmp_path, [{"step": 0, "eval_accuracy": 0.5}, second])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "reward": NaN, "kl": 1e999, "loss": -0.5}\n')
     run = read_run(tmp_path)
@@ -105,10 +102,8 @@ def test_completions_are_grouped_by_prompt_and_keep_their_facts(tmp_path):
     _, blocks = recorded(tmp_path, rows)
     assert [(block["step"], block["phase"], block["left_out"]) for block in blocks] == [(0, "eval", 0), (1, "train", 0)]
     assert [group["prompt"] for group in blocks[0]["groups"]] == ["q0", "q1"]
-    assert [group["completions"][0]["facts"] for group in blocks[0]["groups"]] == [
-        {"correct": False},
-        {"correct": True},
-    ]
+    facts = [group["completions"][0]["facts"] for group in blocks[0]["groups"]]
+    assert facts == [{"correct": False}, {"correct": True}]
     (group,) = blocks[1]["groups"]
     assert [shown["facts"] for shown in group["completions"]] == [
         {"reward": 1.0, "advantage": sign, "extracted": "x" * 200} for sign in (0.5, -0.5)
@@ -173,11 +168,9 @@ def test_a_group_has_its_own_pictures(tmp_path):
     run, blocks = recorded(tmp_path, completions, files)
     groups = [(group.get("pictures"), len(group["completions"])) for group in blocks[0]["groups"]]
     assert groups == [(["a.png"], 2), (["b.jpg"], 1), (None, 1)]
-    urls = read_pictures(run, blocks, 10**6)
-    assert urls == {
-        name: f"data:image/{kind};base64,{base64.b64encode(files[name]).decode()}"
-        for name, kind in (("a.png", "png"), ("b.jpg", "jpeg"))
-    }
+    kinds = {"a.png": "png", "b.jpg": "jpeg"}
+    urls = {name: f"data:image/{kinds[name]};base64,{base64.b64encode(files[name]).decode()}" for name in files}
+    assert read_pictures(run, blocks, 10**6) == urls
     assert run.notes == []
 
 
