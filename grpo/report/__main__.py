@@ -14,7 +14,7 @@ import sys
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import ReportConfig
-from grpo.report.page import report
+from grpo.report.page import report, serve
 from grpo.run.exit import exit_code
 
 
@@ -23,8 +23,6 @@ def main() -> int:
 
     def run() -> None:
         if config.serve:
-            from grpo.report.serve import serve
-
             return serve(config)
         for path in report(config):
             print(path, flush=True)

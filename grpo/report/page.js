@@ -125,7 +125,7 @@ function show() {
     Object.assign(node("a", "", text), { href })));
 }
 
-// A page that grpo/report/serve.py made asks it for newer numbers as long as somebody looks.
+// A page that is served live asks its server for newer numbers as long as somebody looks.
 const WAIT = 2000;  // milliseconds
 async function renew() {
   if (!document.hidden) {

@@ -18,7 +18,7 @@ from servers import wait_until
 
 from grpo.config.errors import ConfigError
 from grpo.config.programs import ReportConfig
-from grpo.report.serve import LivePage, make_server
+from grpo.report.page import LivePage, make_server
 
 pytestmark = pytest.mark.plain_start  # half a second, and nothing that is heavy
 
@@ -109,7 +109,7 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path):
 def test_a_large_run_is_not_read_at_every_question(tmp_path, monkeypatch):
     run = write(tmp_path / "run", [{"step": 1, "reward": 1}], [])
     for share, steps in ((1e6, 2), (1e-6, 1)):  # as if the reading had taken no time, and hours
-        monkeypatch.setattr("grpo.report.serve.SHARE", share)
+        monkeypatch.setattr("grpo.report.page.SHARE", share)
         (run / "metrics.jsonl").write_text('{"step": 1, "reward": 1}\n')
         page = LivePage([run], 0)
         append(run / "metrics.jsonl", '{"step": 2, "reward": 2}\n')
