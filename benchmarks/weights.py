@@ -89,7 +89,7 @@ def cost(size: str, folder: Path) -> Iterator[list[object]]:
     old, new, delta, result = (folder / name for name in ("old", "new", "delta", "result"))
     for rate in RATES:
         move = adam(model, rate)
-        before = write_weights(old, named_weights(model))
+        write_weights(old, named_weights(model))
         move(model)
         weights = named_weights(model)
         copies = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -101,9 +101,9 @@ def cost(size: str, folder: Path) -> Iterator[list[object]]:
             marks.append(clocks())
             after = write_weights(new, copies)
             marks.append(clocks())
-            length = make_delta(old, new, delta, before, after)
+            length = make_delta(old, new, delta, new.stat().st_size)
             marks.append(clocks())
-            apply_delta(old, delta, result, before, after)
+            apply_delta(old, delta, result, after)
             marks.append(clocks())
             times.append([(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(marks)])
         share = f"{rate:g} (delta 1/{new.stat().st_size / length:.0f})"

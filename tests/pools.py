@@ -66,7 +66,7 @@ class Trainer:
         new, old, between = (self.folder / name for name in ("new", "old", "between"))
         sha256, base, delta_sha256 = write_weights(new, named_weights(self.model)), None, None
         if delta:
-            make_delta(old, new, between)
+            make_delta(old, new, between, new.stat().st_size)
             base, delta_sha256 = self.number, sha256_of(between)
             self.client.send_file(between, delta_sha256)
         if whole:

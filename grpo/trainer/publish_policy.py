@@ -169,8 +169,7 @@ class PolicyPublisher:
         path, delta, delta_bytes = self._path(new.version), self._delta_path(new.version), None
         try:
             if before is not None:
-                old = self._path(before.version)
-                delta_bytes = make_delta(old, path, delta, before.sha256, new.sha256, limit=new.size // 2)
+                delta_bytes = make_delta(self._path(before.version), path, delta, new.size // 2)
             delta_sha256 = sha256_of(delta) if delta_bytes else None
         except OSError as error:
             raise _not_saved(path, error) from error

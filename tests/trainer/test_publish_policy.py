@@ -59,7 +59,7 @@ class Pool:
         [base] = [other for other in self.client.versions() if other.version == version.base]
         old = self.fetch(base, folder)
         self.client.fetch_file(version.delta, folder / "delta")
-        apply_delta(old, folder / "delta", path, base.sha256, version.sha256)
+        apply_delta(old, folder / "delta", path, version.sha256)
         return path
 
 
