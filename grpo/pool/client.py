@@ -115,10 +115,9 @@ class PoolClient:
         """Return new tasks, at most `lease.room`: at least one, or none after `lease.wait` seconds."""
 
         def decode(body: bytes) -> LeaseReply:
-            _, metadata = read_tensors(body)
-            tasks, seconds = decode_tasks(body, self._vocab_size), float(metadata["lease_seconds"])
+            tasks, (_, metadata) = decode_tasks(body, self._vocab_size), read_tensors(body)
             version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
-            return LeaseReply(tasks, seconds, metadata["run"], version, sha256)
+            return LeaseReply(tasks, float(metadata["lease_seconds"]), metadata["run"], version, sha256)
 
         return self._decoded(self._post(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
@@ -133,10 +132,7 @@ class PoolClient:
 
     def versions(self) -> list[Version]:
         """Return the pool's versions of the policy, in ascending order."""
-        with self._send("GET", wire.VERSIONS_PATH) as response:
-            return self._decoded(
-                response.content, lambda body: [Version.of_fields(fields) for fields in json.loads(body)]
-            )
+        return self._decoded(self._get(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
 
     def put_version(self, version: Version) -> None:
         """Tell the pool a version whose files it has. Raises RequestFailure if it lacks a file."""
@@ -176,47 +172,42 @@ class PoolClient:
             while size is None or file.tell() < size:
                 headers = {"Range": f"bytes={file.tell()}-"}
                 with self._send("GET", wire.FILES_PATH, {"sha256": sha256}, headers=headers) as response:
-                    size = self._take_part(response, file)
+                    size = self._append(response, file)
         if sha256_of(part) != sha256:
             part.unlink()
             raise FileFailure(f"sent a damaged file ({sha256[:12]}, {size} bytes)")
         os.replace(part, path)
 
-    def _take_part(self, response: requests.Response, file: BinaryIO) -> int:
+    def _append(self, response: requests.Response, file: BinaryIO) -> int:
         """Append a response's body to the file; return the size of the whole file."""
-        begin = file.tell()
         if response.status_code == 416:  # nothing is missing
-            return begin
-        if response.status_code == 206:
-            header = response.headers.get("Content-Range", "")
-            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", header)
-            if not match or int(match[1]) != begin:
-                raise RequestFailure(f"sent a damaged answer (not from byte {begin} on: Content-Range {header[:80]!r})")
-            size = int(match[2])
-        else:
-            size, begin = int(response.headers.get("Content-Length", 0)), 0
-            file.seek(0)
-            file.truncate()
+            return file.tell()
+        place = response.headers.get("Content-Range", "")
+        if not (match := re.fullmatch(rf"bytes {file.tell()}-\d+/(\d+)", place)):
+            raise RequestFailure(
+                f"sent a damaged answer (not from byte {file.tell()} on: Content-Range {place[:80]!r})"
+            )
         try:
             for block in response.iter_content(1 << 16):  # of a block that is cut nothing is kept
                 file.write(block)
                 self._per_thread.moved_at = time.monotonic()
         except requests.RequestException as error:
             raise connection_failed(error) from error
-        if file.tell() == begin:
-            raise RequestFailure("sent a damaged answer (nothing of a file)")
-        return size
+        return int(match[1])
 
     def status(self) -> dict[str, Any]:
         """Return the pool's description of its workers and rounds."""
-        with self._send("GET", wire.STATUS_PATH) as response:
-            return self._decoded(response.content, json.loads)
+        return self._decoded(self._get(wire.STATUS_PATH), json.loads)
 
     def _decoded(self, body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
         try:
             return decode(body)
         except (wire.ProtocolError, ValueError, KeyError, TypeError) as error:
             raise RequestFailure(f"sent a damaged answer ({error})") from error
+
+    def _get(self, path: str) -> bytes:
+        with self._send("GET", path) as response:
+            return response.content
 
     def _post(self, path: str, body: bytes, query: dict | None = None, wait: float = 0.0) -> bytes:
         with self._send("POST", path, query, body, wait=wait) as response:
@@ -241,8 +232,7 @@ class PoolClient:
             response = self._session().request(
                 method, self.url + path, query, body, headers, timeout=timeout, stream=headers is not None
             )
-            status = response.status_code
-            if status in (200, 206, 416):
+            if (status := response.status_code) in (200, 206, 416):
                 return response
             with response:
                 code, message = read_error(response)
@@ -286,7 +276,7 @@ class Retrier:
         Of a file only its parts count: a pool with a full disk still says how much of it is there.
         """
         self._client, self._deadline, self._stop = client, deadline, stop
-        self._refused: set[int] = set()  # the threads whose requests wait for the pool
+        self._waiting: set[int] = set()  # the threads whose requests wait for the pool
         self._lock = threading.Lock()
 
     def __call__(self, send: Callable[[], _Value]) -> _Value:
@@ -299,13 +289,16 @@ class Retrier:
             while not self._stop.is_set():
                 try:
                     answer = send()
+                    self._note_answer(thread)
+                    return answer
                 except FileFailure:
                     raise
                 except RequestFailure as failure:
                     now, moved_at = time.monotonic(), self._client.moved_at
-                    if failures and moved_at > stuck_since:
+                    if not failures:
+                        stuck_since = now
+                    elif moved_at > stuck_since:
                         failures, stuck_since = 0, moved_at
-                    stuck_since = stuck_since or now
                     if now - stuck_since > self._deadline:
                         raise ServersUnavailable(
                             f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure}): see its "
@@ -315,20 +308,19 @@ class Retrier:
                         self._note_failure(thread, failure)
                     self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
                     failures += 1
-                else:
-                    with self._lock:
-                        # Others may still wait: a pool with a full disk renews leases, and takes no completions.
-                        if self._refused == {thread}:
-                            log.info("%s answers again", self._client.url)
-                        self._refused.discard(thread)
-                    return answer
             raise Stopped
         finally:
             with self._lock:
-                self._refused.discard(thread)
+                self._waiting.discard(thread)
 
     def _note_failure(self, thread: int, failure: RequestFailure) -> None:
         with self._lock:
-            if not self._refused:
+            if not self._waiting:
                 log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
-            self._refused.add(thread)
+            self._waiting.add(thread)
+
+    def _note_answer(self, thread: int) -> None:
+        with self._lock:
+            # Others may still wait: a pool with a full disk renews leases, and takes no completions.
+            if self._waiting == {thread}:
+                log.info("%s answers again", self._client.url)

@@ -10,6 +10,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ class Database:
         except ConfigError:
             os.close(self._file)
             raise
-        names = (path, f"{path}-wal")
-        self._opened = {name: os.stat(name) for name in names if os.path.exists(name)}
+        self._names = [path, f"{path}-wal"]
+        self._opened = {name: os.stat(name) for name in self._names if os.path.exists(name)}
 
     def close(self) -> None:
         with self.lock:
@@ -76,7 +77,7 @@ class Database:
 
     def size(self) -> int:
         """Return the bytes of the file and of the log beside it."""
-        return sum(os.path.getsize(name) for name in (self.path, f"{self.path}-wal") if os.path.exists(name))
+        return sum(os.path.getsize(name) for name in self._names if os.path.exists(name))
 
     def sql(self, statement: str, *values: Any) -> sqlite3.Cursor:
         with self._failures():
@@ -121,11 +122,7 @@ class Database:
     def _check_place(self) -> None:
         """Raise ProtocolError if the file was moved, replaced or deleted: a later pool would not find the new rows."""
         for name, opened in self._opened.items():
-            try:
-                is_same_file = os.path.samestat(os.stat(name), opened)
-            except FileNotFoundError:
-                is_same_file = False
-            if not is_same_file:
+            if not (os.path.exists(name) and os.path.samestat(os.stat(name), opened)):
                 reason = f"{name} was moved, replaced or deleted while the pool was writing it"
                 self._on_damage(unusable(self.setting, reason, "put it back or name another file, and start again"))
                 raise ProtocolError(503, "worker_died", f"{reason}: the pool is ending", 5)
@@ -153,8 +150,9 @@ def open_read_only(path: str, setting: str) -> sqlite3.Connection:
         raise unusable(setting, "there is no such file", "name the pool_file of a pool")
     # Without a log beside it no process has it open, and it may lie where nothing can be written.
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
-    connection = _connect(setting, f"{Path(path).absolute().as_uri()}?{mode}")
-    _check_kind(setting, connection)
+    with refuse_damage(setting):
+        connection = _connect(path, f"?{mode}")
+        _check_kind(setting, connection)
     return connection
 
 
@@ -173,54 +171,42 @@ def _lock_file(path: str, setting: str) -> int:
 
 
 def _open(path: str, setting: str) -> sqlite3.Connection:
-    connection = _connect(setting, Path(path).absolute().as_uri())
+    connection = _connect(path)
     try:
-        if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
-            connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-            kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
-            connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
-        _check_kind(setting, connection)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
-        connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
-        connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over gigabytes
-        # A copy that was cut short would fail only where its end is read.
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        size = _pragma(connection, "page_count") * _pragma(connection, "page_size")
-        if os.path.getsize(path) < size:
-            raise damaged(setting, f"{os.path.getsize(path)} bytes are left of {size}")
-    except (sqlite3.Error, ConfigError) as error:
+        with refuse_damage(setting):
+            if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+                connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+                kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
+                connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
+            _check_kind(setting, connection)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
+            connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # and make the log, for _check_place
+            connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over gigabytes
+    except ConfigError:
         connection.close()
-        raise error if isinstance(error, ConfigError) else damaged(setting, error) from error
+        raise
     return connection
 
 
-def _connect(setting: str, uri: str) -> sqlite3.Connection:
-    try:
-        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise damaged(setting, error) from error
-    connection.text_factory = lambda data: data.decode(
-        errors="surrogateescape"
-    )  # bytes that are no UTF-8 fail the checksum
+def _connect(path: str, query: str = "") -> sqlite3.Connection:
+    uri = Path(path).absolute().as_uri() + query
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")  # the checksum refuses others
     return connection
 
 
 def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
     """Raise ConfigError if the file is not a pool's."""
-    try:
-        application, version = _pragma(connection, "application_id"), _pragma(connection, "user_version")
-    except sqlite3.Error as error:
-        raise damaged(setting, error) from error
+    (application,), (version,) = (
+        connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
+    )
     if application != _APPLICATION:
         raise unusable(setting, "it is the database of another program", "name another file")
     if version != _SCHEMA_VERSION:
         reason = f"it has schema {version}, and this program reads {_SCHEMA_VERSION}"
         raise unusable(setting, reason, "use the release that made it, or name another file")
-
-
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
-    return connection.execute(f"PRAGMA {name}").fetchone()[0]
 
 
 def checksum(values: Iterable[int | str | bytes | None]) -> bytes:
@@ -238,8 +224,16 @@ def check_row(row: tuple) -> None:
         raise sqlite3.DatabaseError("its checksum differs")
 
 
+@contextmanager
+def refuse_damage(setting: str, name: str = "") -> Iterator[None]:
+    """Turn SQLite's errors into a refusal. `name` is the part that is read."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise damaged(setting, error, name) from error
+
+
 def damaged(setting: str, reason: object, name: str = "") -> ConfigError:
-    """Return the refusal of a damaged file; `name` is the damaged part, if it is known."""
     what = f"{name} is damaged" if name else "no pool's file, or damaged"
     return unusable(setting, f"{what} ({reason})", "name another file, or a copy of this one")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from grpo.pool.protocol import Lease
+
+log = logging.getLogger("ref_server")
 
 Key = tuple[int, int]  # (group, attempt)
 
@@ -38,6 +41,7 @@ class WorkerState:
     reason: str = ""  # why its last upload was refused, or why it is suspended
     drift: float | None = None
     """mean distance of its log-probs from the trainer's, in the last step with groups of it, in nats a token"""
+    revoked: set[Key] = field(default_factory=set)  # what it draws for leases that were ended: no result is wanted
     is_suspended: bool = False  # it gets no more tasks until its process is started again
 
     @property
@@ -52,15 +56,15 @@ class WorkerState:
     def suspend(self, reason: str) -> None:
         self.is_suspended, self.reason = True, reason
         self.holds.clear()
+        log.warning("worker %r is suspended: %s", self.name, reason)
 
 
 class Leases:
     """The leases of all workers. All methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()  # notified when a task may have become free, or a result may be there
+        self.changed = threading.Condition(threading.RLock())  # notified when a task, or a result may be there
         self._workers: dict[str, WorkerState] = {}
-        self._revoked: set[tuple[str, Key]] = set()
 
     def seen(self, lease: Lease) -> WorkerState:
         """Note a worker's request: from now on it holds the tasks that it names, and no others.
@@ -70,11 +74,9 @@ class Leases:
         """
         with self.changed:
             worker = self._worker(lease.worker, lease)
-            named = {(group, attempt) for group, attempt in lease.holds}
-            self._revoked = {(name, key) for name, key in self._revoked if name != worker.name or key in named}
-            others = self.held() - worker.holds
-            before = worker.holds
-            worker.holds = {key for key in named - others if (worker.name, key) not in self._revoked}
+            named, before = {(group, attempt) for group, attempt in lease.holds}, worker.holds
+            worker.revoked &= named
+            worker.holds = named - (self.held() - before) - worker.revoked
             if before - named:
                 self.changed.notify_all()
             return worker
@@ -108,29 +110,24 @@ class Leases:
         with self.changed:
             keys = set(keys)
             for worker in self._workers.values():
-                self._revoked |= {(worker.name, key) for key in worker.holds & keys}
+                worker.revoked |= worker.holds & keys
                 worker.holds -= keys
             self.changed.notify_all()
-
-    def is_revoked(self, name: str, key: Key) -> bool:
-        """Return whether this worker draws the task for a lease that was ended."""
-        with self.changed:
-            return (name, key) in self._revoked
 
     def uploaded(self, name: str, keys: Iterable[Key], groups: int, tokens: int) -> None:
         """Note an upload of these tasks; the pool accepted so many groups with so many tokens."""
         with self.changed:
-            keys = set(keys)
-            self._revoked -= {(name, key) for key in keys}
             for worker in self._workers.values():
-                worker.holds -= keys
-            if groups and (worker := self._workers.get(name)) is not None:
-                worker.seen = worker.uploaded = time.monotonic()
-                worker.groups, worker.tokens = worker.groups + groups, worker.tokens + tokens
-                worker.refused_in_a_row = 0
+                worker.holds.difference_update(keys)
+            if (worker := self._workers.get(name)) is not None:
+                worker.revoked.difference_update(keys)
+                if groups:
+                    worker.seen = worker.uploaded = time.monotonic()
+                    worker.groups, worker.tokens = worker.groups + groups, worker.tokens + tokens
+                    worker.refused_in_a_row = 0
             self.changed.notify_all()
 
-    def refused(self, name: str, keys: Iterable[Key], reason: str) -> WorkerState:
+    def refused(self, name: str, keys: Iterable[Key], reason: str) -> None:
         """Note a refused upload: others may draw these tasks."""
         with self.changed:
             worker = self._worker(name)
@@ -140,15 +137,14 @@ class Leases:
             if worker.refused_in_a_row >= MOST_REFUSALS:
                 worker.suspend(f"{MOST_REFUSALS} uploads in a row were refused, the last: {reason}")
             self.changed.notify_all()
-            return worker
 
-    def drifted(self, drifts: Mapping[str, float], is_one_version: bool = True) -> list[WorkerState]:
-        """Note how far each worker's log-probs are from the trainer's. Return the workers that this suspends.
+    def drifted(self, drifts: Mapping[str, float], is_one_version: bool = True) -> None:
+        """Note how far each worker's log-probs are from the trainer's, and suspend those that are too far.
 
         Drifts can be compared only if all workers drew with one version; else none is suspended.
         """
         with self.changed:
-            least, suspended = min(drifts.values(), default=0.0), []
+            least = min(drifts.values(), default=0.0)
             for name, drift in drifts.items():
                 if (worker := self._workers.get(name)) is None or worker.is_suspended:
                     continue
@@ -156,9 +152,7 @@ class Leases:
                 if is_one_version and drift > MOST_DRIFT[0] + MOST_DRIFT[1] * least:
                     far = f"its log-probs are {drift:.2g} nats a token from the trainer's"
                     worker.suspend(f"{far}, another worker's {least:.2g}")
-                    suspended.append(worker)
             self.changed.notify_all()
-            return suspended
 
     def workers(self) -> list[WorkerState]:
         """Return all known workers, the last seen first."""

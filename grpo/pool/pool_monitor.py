@@ -76,7 +76,7 @@ class PoolMonitor:
 
     def status(self, store: Store) -> dict:
         """Return the numbers of the live page; times in seconds, sizes in bytes."""
-        now, run = time.monotonic(), store.run() if store.has_run() else None
+        now, run = time.monotonic(), store.known_run
         return {
             "run": run and {"run": run.run, "name": run.name},
             "workers": [_describe(worker, now) for worker in self._leases.workers()],

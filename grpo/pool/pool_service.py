@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -22,8 +21,6 @@ from grpo.server.http import THREADS
 from grpo.server.service import Service
 from grpo.wire.health import ModelInfo
 from grpo.wire.refusals import ProtocolError, check_name
-
-log = logging.getLogger("ref_server")
 
 _MOST_WORK = 24  # requests that are read and stored at once
 # Requests that wait for tasks or results; the other threads keep /health quick.
@@ -120,36 +117,34 @@ class PoolService(Service):
         if (known := self.leases.find(worker)) is not None:
             self._check_welcome(known)
         run = self.store.run()
-        wanted, answers = [], []
         with self._storing:
             groups, weights = decode_results(body)
             replaced = {number for number, sha256 in weights if self.store.weights_of(number) != sha256}
+            answers, wanted = [], {}
             for drawn in groups:
-                task, is_drawn = self.store.find_task(drawn.key) or (None, False)
-                versions = {*chain(*drawn.versions)}
-                is_revoked = self.leases.is_revoked(worker, drawn.key) or not versions.isdisjoint(replaced)
-                is_wanted = task is not None and not is_revoked
-                answers.append("already there" if is_drawn else "accepted" if is_wanted else "not wanted")
-                if answers[-1] == "accepted":
-                    try:
-                        check_drawn(drawn, run, task)
-                    except ProtocolError as error:
-                        self._note_refusal(worker, [drawn.key for drawn in groups], error.message)
-                        raise
-                    wanted.append((task, drawn))
-            kept = iter(self.store.add_results(wanted, worker))
-        answers = [("accepted" if next(kept) else "already there") if a == "accepted" else a for a in answers]
-        accepted = [drawn for drawn, answer in zip(groups, answers, strict=True) if answer == "accepted"]
-        tokens = sum(drawn.tokens for drawn in accepted)
-        self.leases.uploaded(worker, [drawn.key for drawn in groups], len(accepted), tokens)
+                task, result = self.store.find_task(drawn.key)
+                is_revoked = known is not None and drawn.key in known.revoked
+                is_void = is_revoked or not replaced.isdisjoint(chain(*drawn.versions))
+                if result is not None or drawn.key in wanted:
+                    answers.append("already there")
+                elif task is None or is_void:
+                    answers.append("not wanted")
+                else:
+                    answers.append("accepted")
+                    wanted[drawn.key] = task, drawn
+            keys = [drawn.key for drawn in groups]
+            try:
+                for task, drawn in wanted.values():
+                    check_drawn(drawn, run, task)
+            except ProtocolError as error:
+                self.numbers.answered(["refused"] * len(groups))
+                self.leases.refused(worker, keys, error.message)
+                raise
+            self.store.add_results([*wanted.values()], worker)
+        tokens = sum(drawn.tokens for _, drawn in wanted.values())
+        self.leases.uploaded(worker, keys, len(wanted), tokens)
         self.numbers.answered(answers, tokens)
         return answers
-
-    def _note_refusal(self, name: str, keys: list[Key], reason: str) -> None:
-        self.numbers.answered(["refused"] * len(keys))
-        worker = self.leases.refused(name, keys, reason)
-        if worker.is_suspended:
-            log.warning("worker %r is suspended: %s", name, worker.reason)
 
     def note_drift(self, drifts: dict[int, tuple[float, int]]) -> None:
         """Note how far the log-probs of these groups are from the trainer's: nats a token, and tokens, by group."""
@@ -160,8 +155,7 @@ class PoolService(Service):
             tokens_of[worker] += tokens
         means = {worker: total / tokens_of[worker] for worker, total in totals.items()}
         # With in_flight_weight_updates workers draw with versions of different age, and log-probs differ for that.
-        for worker in self.leases.drifted(means, not self.store.run().in_flight_weight_updates):
-            log.warning("worker %r is suspended: %s", worker.name, worker.reason)
+        self.leases.drifted(means, not self.store.run().in_flight_weight_updates)
 
     def metrics(self) -> bytes:
         if self.store is not None:
@@ -218,5 +212,5 @@ class PoolService(Service):
             raise ProtocolError(403, "set_apart", message)
 
     def _name_run(self) -> None:
-        if self.store.has_run():
-            self.change_info(model=ModelInfo(self.store.run().name))
+        if (run := self.store.known_run) is not None:
+            self.change_info(model=ModelInfo(run.name))

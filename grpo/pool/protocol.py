@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import compress, groupby
+from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import Any
 
 from grpo.wire.json_fields import (
@@ -60,7 +59,9 @@ class RunInfo:
     def to_json(self) -> bytes:
         """Return the body; without turns it has no such field, as older releases expect."""
         content = asdict(self)
-        return json.dumps({name: content[name] for name in content if name != "turns" or self.turns}).encode()
+        if self.turns is None:
+            del content["turns"]
+        return json.dumps(content).encode()
 
     @classmethod
     def of_json(cls, body: bytes) -> RunInfo:
@@ -172,7 +173,7 @@ class Version:
         numbers = isinstance(probe.logprobs, list) and all(map(is_number, probe.logprobs))
         if not numbers or len(probe.logprobs) != len(ids[1]):
             raise malformed("probe: send one finite log-prob for each of completion_ids")
-        return cls(**{field.name: getattr(version, field.name) for field in fields(cls)} | {"probe": probe})
+        return replace(version, probe=probe)
 
 
 @dataclass(frozen=True)
@@ -234,53 +235,39 @@ def drifts_of(value: object) -> dict[int, tuple[float, int]]:
 def check_drawn(drawn: GroupResult, run: RunInfo, task: Task) -> None:
     """Raise ProtocolError, 422, if these cannot be completions of this task: a pool keeps none unchecked."""
 
-    def wrong(message: str) -> ProtocolError:
-        return ProtocolError(422, "wrong_completions", f"group {drawn.group}: {message}")
+    def check(is_right: bool, message: str) -> None:
+        if not is_right:
+            raise ProtocolError(422, "wrong_completions", f"group {drawn.group}: {message}")
 
-    if len(drawn.completions) != run.num_generations:
-        raise wrong(f"{len(drawn.completions)} completions: the run has num_generations {run.num_generations}")
-    if (drawn.outcomes is None) != (run.turns is None):
-        raise wrong("the run has tools or an environment, and it was drawn without" if run.turns else "it has outcomes")
-    eos = {*run.eos_token_ids}
+    count, longest, eos = len(drawn.completions), run.max_completion_length, {*run.eos_token_ids}
+    check(count == run.num_generations, f"{count} completions: the run has num_generations {run.num_generations}")
+    check((drawn.outcomes is None) == (run.turns is None), "it has outcomes and the run no turns, or the run alone has")
     rows = zip(drawn.completions, drawn.masks, drawn.logprobs, drawn.versions, strict=True)
     for row, (ids, mask, logprobs, versions) in enumerate(rows):
-        if min(ids) < 0 or max(ids) >= run.vocab_size:
-            raise wrong(f"token ids go from {min(ids)} to {max(ids)}: the vocabulary is 0 to {run.vocab_size - 1}")
-        if len(ids) > run.max_completion_length:
-            raise wrong(f"a completion has {len(ids)} tokens: max_completion_length is {run.max_completion_length}")
-        segments = cut_segments(ids, mask)
-        if not all(eos.isdisjoint(segment[:-1]) for is_drawn, segment in segments if is_drawn):
-            raise wrong("a completion continues after an eos")
-        if not (mask[0] and mask[-1] and all(segment[-1] in eos for is_drawn, segment in segments[:-1] if is_drawn)):
-            raise wrong("an answer is not between an eos and drawn tokens")
-        if ids[-1] not in eos and len(ids) < run.max_completion_length:
-            raise wrong(f"a completion of {len(ids)} tokens has neither an eos nor max_completion_length tokens")
+        low, high, drew = min(ids), max(ids), sorted({*versions})
+        is_known = low >= 0 and high < run.vocab_size
+        check(is_known, f"token ids go from {low} to {high}: the vocabulary is 0 to {run.vocab_size - 1}")
+        check(len(ids) <= longest, f"a completion has {len(ids)} tokens: max_completion_length is {longest}")
+        segments = [segment for is_drawn, segment in cut_segments(ids, mask) if is_drawn]
+        check(all(eos.isdisjoint(segment[:-1]) for segment in segments), "a completion continues after an eos")
+        is_between = mask[0] and mask[-1] and all(segment[-1] in eos for segment in segments[:-1])
+        check(is_between, "an answer is not between an eos and drawn tokens")
+        is_finished = ids[-1] in eos
+        is_whole = is_finished or len(ids) == longest
+        check(is_whole, f"a completion of {len(ids)} tokens has neither an eos nor max_completion_length tokens")
         if run.turns:
-            _check_outcome(drawn.outcomes[row], run.turns, len(segments) // 2 + 1, ids[-1] in eos, wrong)
-        if not all(math.isfinite(value) and value <= 0 for value in compress(logprobs, mask)):
-            raise wrong("a log-prob is above 0 or not finite")
-        if not all(math.isnan(value) for value, is_drawn in zip(logprobs, mask, strict=True) if not is_drawn):
-            raise wrong("an answer's token has a log-prob")
-        if not run.in_flight_weight_updates:
-            if {*versions} != {task.version}:
-                raise wrong(f"drawn by version {versions[0]}: the task is of version {task.version}")
-        elif versions != sorted(versions) or versions[0] < task.version:
-            raise wrong(f"drawn by versions {_spans(versions)}: the task takes {task.version} and later ones, in order")
-
-
-def _check_outcome(
-    outcome: Outcome, turns: RunTools, segments: int, ends_with_eos: bool, wrong: Callable[[str], ProtocolError]
-) -> None:
-    """Raise `wrong(message)` if a completion of so many drawn segments cannot have this outcome."""
-    if outcome.finished and not ends_with_eos:
-        raise wrong("a completion without an eos at its end is called finished")
-    if turns.max_turns is not None and segments > turns.max_turns:
-        raise wrong(f"a completion has {segments} turns: max_turns is {turns.max_turns}")
-    if unknown := outcome.rewards.keys() - {*turns.rewards}:
-        raise wrong(f"a reward {min(unknown)[:80]!r}, which the run's environment does not give")
-
-
-def _spans(versions: Sequence[int]) -> str:
-    """Return the versions of a completion's tokens as text: each span of equal ones once, the first five spans."""
-    numbers = [version for version, _ in groupby(versions)]
-    return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
+            outcome, turns = drawn.outcomes[row], len(segments)
+            check(is_finished or not outcome.finished, "a completion without an eos at its end is called finished")
+            is_short = run.turns.max_turns is None or turns <= run.turns.max_turns
+            check(is_short, f"a completion has {turns} turns: max_turns is {run.turns.max_turns}")
+            unknown = outcome.rewards.keys() - {*run.turns.rewards}
+            check(not unknown, f"rewards {str(unknown)[:80]}, which the run's environment does not give")
+        is_number = all(math.isfinite(value) and value <= 0 for value in compress(logprobs, mask))
+        check(is_number, "a log-prob is above 0 or not finite")
+        is_nan = all(math.isnan(value) for value, is_drawn in zip(logprobs, mask, strict=True) if not is_drawn)
+        check(is_nan, "an answer's token has a log-prob")
+        if run.in_flight_weight_updates:
+            is_right = drew[0] >= task.version and versions == sorted(versions)
+            check(is_right, f"drawn by versions {drew[:5]}: the task takes {task.version} and later ones, in order")
+        else:
+            check(drew == [task.version], f"drawn by versions {drew[:5]}: the task is of version {task.version}")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -19,13 +17,11 @@ from typing import Any
 import numpy as np
 
 from grpo.config.errors import ConfigError
-from grpo.pool.database import PIECE_BYTES, Database, check_row, damaged, open_read_only, unusable
+from grpo.pool.database import PIECE_BYTES, Database, check_row, damaged, open_read_only, refuse_damage, unusable
 from grpo.pool.protocol import GroupResult, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
 from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.tensors import FilePart
-
-log = logging.getLogger(__name__)
 
 _ABANDONED_SECONDS = 3600  # without a byte; a file that no version and no run names is dropped then
 _ROW = "version, worker, tokens, newest, prompt_ids, columns, drawn, checksum"
@@ -135,13 +131,10 @@ class Store:
         self.files = Files(self._database)
         try:
             rows = self._database.checked_rows("the run", _RUN)
-            self._run = RunInfo.of_json(rows[0][1]) if rows else None
-            drawn = self._database.row("SELECT count(*), coalesce(sum(drawn IS NOT NULL), 0) FROM tasks")
+            self.known_run = RunInfo.of_json(rows[0][1]) if rows else None
         except ProtocolError as error:
             self._database.close()
             raise damaged(self._database.setting, error.message) from error
-        if self._run is not None:
-            log.info("%s: run %s, %d groups, %d of them drawn", path, self._run.name, *drawn)
 
     def close(self) -> None:
         self._database.close()
@@ -150,25 +143,22 @@ class Store:
 
     def run(self) -> RunInfo:
         """Return the run. Raises ProtocolError, 404, before the trainer has put one."""
-        if self._run is None:
+        if self.known_run is None:
             raise ProtocolError(404, "no_run", "no trainer has told the pool its run yet", retry_after=2)
-        return self._run
-
-    def has_run(self) -> bool:
-        return self._run is not None
+        return self.known_run
 
     def set_run(self, info: RunInfo) -> None:
         """Keep the run; the first one stays. Raises ProtocolError, 409, for another one."""
         with self._database.transaction():
-            if self._run is None:
+            if self.known_run is None:
                 self._database.store("run", 1, info.to_json())
-            elif any(getattr(self._run, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
-                message = f"the pool file is of run {self._run.name}: start the pool with another --pool_file"
+            elif any(getattr(self.known_run, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
+                message = f"the pool file is of run {self.known_run.name}: start the pool with another --pool_file"
                 raise ProtocolError(409, "other_run", message)
-        self._run = self._run or info
+        self.known_run = self.known_run or info
 
     def _takes_newest(self) -> bool:
-        return self._run is not None and self._run.in_flight_weight_updates
+        return self.known_run is not None and self.known_run.in_flight_weight_updates
 
     # Versions
 
@@ -198,9 +188,8 @@ class Store:
                 # The trainer may have put this version's tasks before it has sent the version: they stay, undrawn.
                 later = "version > ?1 OR (version = ?1 AND attempt > 0)"
                 self._database.sql(f"DELETE FROM tasks WHERE {later}", version.version)
-                for key in self._database.rows(
-                    "SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version
-                ):
+                spoiled = self._database.rows("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
+                for key in spoiled:
                     self._store_task(self.find_task(key)[0])
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
                 version = replace(known, whole=True)
@@ -219,9 +208,8 @@ class Store:
 
     def _find_version(self, number: int) -> tuple[str | None, Version | None]:
         """Return the SHA-256 of a version's weights, and the version, which is None once it was dropped."""
-        for _, weights, info in self._database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number):
-            return weights, info and _version(info)
-        return None, None
+        rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number)
+        return (rows[0][1], rows[0][2] and _version(rows[0][2])) if rows else (None, None)
 
     def drop_versions_below(self, needed: int) -> None:
         """Delete the versions below `needed`, and their files, unless a chain of deltas to a later one needs them."""
@@ -252,7 +240,7 @@ class Store:
 
     def _drop_files_of(self, removed: Iterable[Version]) -> None:
         used = {sha256 for version in self.versions() for sha256 in _files_of(version)}
-        used |= {self._run.model_files, self._run.base_weights} if self._run else set()
+        used |= {self.known_run.model_files, self.known_run.base_weights} if self.known_run else set()
         self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
 
     # Tasks and results
@@ -265,7 +253,7 @@ class Store:
         changed = []
         with self._database.transaction():
             for task in tasks:
-                known, _ = self.find_task(task.key) or (None, False)
+                known, _ = self.find_task(task.key)
                 if known is None:
                     self._store_task(task)
                 elif (known.prompt_ids, known.columns) != (task.prompt_ids, task.columns):
@@ -287,25 +275,16 @@ class Store:
         )
         return [_read_task(row)[0] for row in rows]
 
-    def find_task(self, key: tuple[int, int]) -> tuple[Task, bool] | None:
-        """Return a task and whether it has a result; None for an unknown key."""
-        task, drawn = self._find_task(key)
-        return task and (task, drawn is not None)
+    def find_task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
+        """Return a task and its result as the file has it; None for an unknown key, and before it is drawn."""
+        rows = self._database.checked_rows(_TASK_NAME, _TASK_OF_KEY, *key)
+        return _read_task(rows[0]) if rows else (None, None)
 
-    def _find_task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
-        for row in self._database.checked_rows(_TASK_NAME, _TASK_OF_KEY, *key):
-            return _read_task(row)
-        return None, None
-
-    def add_results(self, drawn_tasks: Sequence[tuple[Task, GroupResult]], worker: str) -> list[bool]:
-        """Keep the first completions of each task and version; return of each group whether it was kept."""
-        kept = []
+    def add_results(self, drawn_tasks: Iterable[tuple[Task, GroupResult]], worker: str) -> None:
+        """Keep the completions of tasks that have none."""
         with self._database.transaction():
             for task, drawn in drawn_tasks:
-                kept.append(self.find_task(task.key) == (task, False))
-                if kept[-1]:
-                    self._store_task(task, drawn, worker)
-        return kept
+                self._store_task(task, drawn, worker)
 
     def _store_task(self, task: Task, drawn: GroupResult | None = None, worker: str | None = None) -> None:
         of_drawn, body = (None, None, None), None
@@ -320,7 +299,7 @@ class Store:
         results, size = [], 0
         with self._database.lock:
             for key in keys:
-                if (drawn := self._find_task(key)[1]) is None:
+                if (drawn := self.find_task(key)[1]) is None:
                     continue
                 size += len(drawn)
                 if results and size > most_bytes:
@@ -339,9 +318,9 @@ class Store:
         """Return tasks, results and tokens of the last rounds, the newest first."""
         with self._database.lock:
             newest = self._database.row("SELECT max(group_id) FROM tasks")[0]
-            if newest is None or self._run is None:
+            if newest is None or self.known_run is None:
                 return []
-            each = self._run.groups_per_round
+            each = self.known_run.groups_per_round
             rows = self._database.rows(
                 "SELECT group_id / ?1 AS round, min(version), max(version), count(*), sum(drawn IS NOT NULL), "
                 "coalesce(sum(tokens), 0) FROM tasks WHERE group_id >= ?2 GROUP BY round ORDER BY round DESC",
@@ -384,36 +363,25 @@ class Recording:
     def __init__(self, path: str):
         """Open the file. Raises ConfigError if it is no pool's."""
         self._setting = f"replay={path!r}"
-        self._connection = open_read_only(path, self._setting)
-        self._lock = threading.Lock()
-        row = self._row("the run", _RUN)
-        if row is None:
-            remedy = "name the pool_file of a pool that has served a run"
-            raise unusable(self._setting, "no trainer has used it", remedy)
+        self._connection, self._lock = open_read_only(path, self._setting), threading.Lock()
+        if (row := self._row("the run", _RUN)) is None:
+            raise unusable(
+                self._setting, "no trainer has used it", "name the pool_file of a pool that has served a run"
+            )
         self.run = RunInfo.of_json(row[1])
 
-    def result(self, key: tuple[int, int]) -> GroupResult | None:
-        """Return the completions of a task (group, attempt), None before they are drawn."""
-        _, body = self._task(key)
-        return None if body is None else decode_drawn(body)[0]
-
-    def task(self, key: tuple[int, int]) -> Task | None:
-        """Return a task, None for an unknown key."""
-        return self._task(key)[0]
+    def find(self, key: tuple[int, int]) -> tuple[Task | None, GroupResult | None]:
+        """Return a task (group, attempt) and its completions; None for an unknown key, and before they are drawn."""
+        row = self._row(_TASK_NAME.format(*key), _TASK_OF_KEY, *key)
+        task, body = _read_task(row) if row else (None, None)
+        return task, body and decode_drawn(body)[0]
 
     def close(self) -> None:
         self._connection.close()
 
-    def _task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
-        row = self._row(_TASK_NAME.format(*key), _TASK_OF_KEY, *key)
-        return (None, None) if row is None else _read_task(row)
-
     def _row(self, name: str, statement: str, *values: Any) -> tuple | None:
-        try:
-            with self._lock:
-                row = self._connection.execute(statement, values).fetchone()
+        with self._lock, refuse_damage(self._setting, name):
+            row = self._connection.execute(statement, values).fetchone()
             if row is not None:
                 check_row(row)
-        except sqlite3.Error as error:
-            raise damaged(self._setting, error, name) from error
         return row

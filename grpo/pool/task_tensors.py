@@ -26,8 +26,7 @@ _OF_TURNS = {"drawn", "outcome_lengths", "outcomes"}
 
 def encode_tasks(tasks: Sequence[Task], metadata: dict[str, str] | None = None) -> bytes:
     """Return the body of POST tasks, and of a lease's answer."""
-    rows = [(task.group, task.attempt, task.version, len(task.prompt_ids)) for task in tasks]
-    tensors = dict(zip(_TASKS, np.array(rows, np.int32).reshape(-1, len(_TASKS)).T.copy(), strict=True))
+    tensors = _columns(_TASKS, [(*task.key, task.version, len(task.prompt_ids)) for task in tasks])
     tensors["prompt_ids"] = _joined([task.prompt_ids for task in tasks], np.int32)
     if any(task.columns for task in tasks):
         tensors |= _texts("column", [task.columns.encode() for task in tasks])
@@ -64,10 +63,7 @@ def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str
     `weights`, of POST results: number and SHA-256 of the versions that drew them.
     """
     completions = [completion for group in groups for completion in group.completions]
-    tensors = {
-        "groups": np.asarray([group.group for group in groups], np.int32),
-        "attempts": np.asarray([group.attempt for group in groups], np.int32),
-        "copies": np.asarray([len(group.completions) for group in groups], np.int32),
+    tensors = _columns(_GROUPS, [(*group.key, len(group.completions)) for group in groups]) | {
         "completion_lengths": np.asarray([*map(len, completions)], np.int32),
         "completion_ids": _joined(completions, np.int32),
         "logprobs": _joined([values for group in groups for values in group.logprobs], np.float32),
@@ -108,12 +104,10 @@ def decode_drawn(body: bytes) -> list[GroupResult]:
 def decode_results(body: bytes) -> tuple[list[GroupResult], list[tuple[int, str]]]:
     """Read groups and `weights` of the body of POST results. Raises as decode_drawn."""
     groups, (_, metadata) = decode_drawn(body), read_tensors(body)
-    if "weights" not in metadata:
-        raise malformed("the metadata has no weights: update the worker to the release of the pool")
     try:
-        weights = json.loads(metadata["weights"])
+        weights = json.loads(metadata.get("weights", ""))
     except (ValueError, RecursionError) as error:
-        raise malformed("weights in the metadata are not JSON") from error
+        raise malformed("the metadata has no weights as JSON: update the worker to the release of the pool") from error
     if not isinstance(weights, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in weights):
         raise malformed("weights in the metadata: send a list of [version, SHA-256]")
     for number, sha256 in weights:
@@ -123,6 +117,10 @@ def decode_results(body: bytes) -> tuple[list[GroupResult], list[tuple[int, str]
     if unnamed := drew - {number for number, _ in weights}:
         raise malformed(f"weights in the metadata: version {min(unnamed)} is missing")
     return groups, [(number, sha256) for number, sha256 in weights]
+
+
+def _columns(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, np.ndarray]:
+    return dict(zip(names, np.array(rows, np.int32).reshape(-1, len(names)).T.copy(), strict=True))
 
 
 def _check_names(tensors: dict[str, np.ndarray], known: set[str], more: set[str]) -> bool:

@@ -313,7 +313,7 @@ class Replay:
         drawn = []
         for group, attempt in keys:
             try:
-                result = self._recording.result((group, attempt))
+                _, result = self._recording.find((group, attempt))
             except ConfigError as error:
                 raise ServersLost(str(error)) from error
             if result is None:

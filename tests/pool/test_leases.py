@@ -57,14 +57,14 @@ def test_what_was_drawn_is_nobodys_and_a_lease_that_was_ended_is_not_wanted(leas
     leases.uploaded("b", [(0, 0)], 1, 12)  # a was slow
     assert leases.held() == {(1, 0), (2, 0)}
     leases.revoke([(1, 0), (3, 0)])
-    assert leases.held() == {(2, 0)} and leases.is_revoked("a", (1, 0)) and not leases.is_revoked("b", (1, 0))
+    assert leases.held() == {(2, 0)} and leases.find("a").revoked == {(1, 0)} and not leases.find("b").revoked
     leases.seen(says("a", (1, 0)))  # it is drawing still
-    assert leases.held() == {(2, 0)} and leases.is_revoked("a", (1, 0))
+    assert leases.held() == {(2, 0)} and leases.find("a").revoked == {(1, 0)}
     leases.grant("b", [(1, 0)])
     leases.seen(says("b", (2, 0), (1, 0)))
     assert leases.held() == {(2, 0), (1, 0)}
     leases.uploaded("a", [(1, 0)], 0, 0)
-    assert not leases.is_revoked("a", (1, 0))
+    assert not leases.find("a").revoked
     a, b = sorted(leases.workers(), key=lambda worker: worker.name)
     assert (a.groups, a.tokens, a.uploaded) == (0, 0, None) and (b.groups, b.tokens) == (1, 12) and b.uploaded
 
@@ -74,21 +74,22 @@ def test_a_lease_that_was_ended_can_be_had_anew(leases):
     leases.revoke([(1, 0)])
     leases.seen(says("a"))  # it has given it up
     leases.grant("a", [(1, 0)])
-    assert not leases.is_revoked("a", (1, 0)) and leases.held() == {(1, 0)}
+    assert not leases.find("a").revoked and leases.held() == {(1, 0)}
 
 
 def test_three_refusals_in_a_row_set_a_worker_apart(leases):
     lease(leases, "a", (0, 0), (1, 0))
     for _ in range(MOST_REFUSALS - 1):
-        assert not leases.refused("a", [(0, 0)], "a log-prob is above 0").is_suspended
+        leases.refused("a", [(0, 0)], "a log-prob is above 0")
     assert leases.held() == {(1, 0)}
     leases.uploaded("a", [(1, 0)], 1, 5)
     for _ in range(MOST_REFUSALS - 1):
-        assert not leases.refused("a", [], "").is_suspended
+        leases.refused("a", [], "")
     leases.grant("a", [(7, 0)])
-    assert leases.refused("a", [], "ids").is_suspended and leases.held() == set()
+    assert leases.held() == {(7, 0)}
+    leases.refused("a", [], "ids")
     (worker,) = leases.workers()
-    assert (worker.refusals, worker.state) == (5, "apart")
+    assert (worker.refusals, worker.state, leases.held()) == (5, "apart", set())
     assert worker.reason == "3 uploads in a row were refused, the last: ids"
     assert not leases.seen(says("a of another process")).is_suspended
 
@@ -96,12 +97,15 @@ def test_three_refusals_in_a_row_set_a_worker_apart(leases):
 def test_a_worker_whose_log_probs_are_not_the_trainers_is_set_apart(leases):
     for name in "abc":
         leases.seen(says(name, (0, 0)) if name == "c" else says(name))
-    assert leases.drifted({"a": 0.04, "b": 0.21, "gone": 5.0}) == []
-    (apart,) = leases.drifted({"a": 0.04, "c": 0.58})
-    assert (apart.name, apart.is_suspended, apart.holds, apart.drift) == ("c", True, set(), 0.58)
+    near = [{"a": 0.04, "b": 0.21, "gone": 5.0}, {"a": 2.0}, {"a": 1.0, "b": 1.2}]  # a policy that all are behind
+    for drifts in near:
+        leases.drifted(drifts)
+    assert not any(worker.is_suspended for worker in leases.workers())
+    leases.drifted({"a": 0.04, "c": 0.58})
+    leases.drifted({"a": 0.1, "c": 0.9})
+    (apart,) = (worker for worker in leases.workers() if worker.is_suspended)
+    assert (apart.name, apart.holds, apart.drift, leases.find("a").drift) == ("c", set(), 0.58, 0.1)
     assert apart.reason == "its log-probs are 0.58 nats a token from the trainer's, another worker's 0.04"
-    assert leases.drifted({"a": 2.0}) == leases.drifted({"a": 1.0, "b": 1.2}) == []  # a policy that all are behind
-    assert leases.drifted({"a": 0.1, "c": 0.9}) == [] and [w.drift for w in leases.workers() if w.name == "a"] == [0.1]
 
 
 def test_workers_beyond_the_most_take_the_place_of_the_longest_silent(leases, monkeypatch):

@@ -203,7 +203,7 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     assert newest(0, *TASKS) == ([], "2", sha(weights(2)))
     assert send(TASKS[0], 1, 1, 2, 2) == ["accepted"]
     wrong = GroupResult(1, 0, [[3, 4, 5, 2]] * 2, [[-0.5] * 4] * 2, [[2, 1, 1, 1]] * 2)
-    assert "by versions 2, 1: the" in pool.results(wrong, name="x").refusal[2]
+    assert "by versions [1, 2]: the" in pool.results(wrong, name="x").refusal[2]
     old = dict(pool.weights)
     pool.put_version(2, salt=7)  # the run went back: what is being drawn may have tokens of what is gone
     assert send(TASKS[1], 1, 1, 1, 2) == ["not wanted"]
@@ -338,7 +338,7 @@ def test_what_replaced_weights_drew_is_not_wanted_where_the_pool_has_forgotten_i
 
 def test_a_result_names_the_weights_that_drew_it(begun):
     of_older_release = begun.post("results", encode_drawn([drawn(TASKS[0])]), worker="w").refusal
-    assert of_older_release[:2] == (400, "malformed") and "has no weights: update the worker" in of_older_release[2]
+    assert of_older_release[:2] == (400, "malformed") and "has no weights as JSON: update the worker" in of_older_release[2]
     refusal = begun.results(drawn(TASKS[0]), weights={1: begun.weights[0]}).refusal
     assert refusal == (400, "malformed", "weights in the metadata: version 0 is missing")
     for weights_sent in ("[1]", "{", '[["0", 5]]', '[[0, "f"]]', "[" * 10**5):
@@ -518,5 +518,5 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
     assert "Traceback" not in server.log.read_text()
     assert sorted(os.listdir(tmp_path)) == ["run.sqlite", server.log.name]
     recording = Recording(str(file))
-    assert all(recording.task((group, 0)) for group in answered)
+    assert all(recording.find((group, 0))[0] for group in answered)
     recording.close()

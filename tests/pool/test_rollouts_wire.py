@@ -194,7 +194,7 @@ def swap(place: int, value, rows: list[list]) -> list[list]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"drawn": None, "outcomes": None}, "it was drawn without"),
+        ({"drawn": None, "outcomes": None}, "it has outcomes and the run no turns, or the run alone"),
         ({"drawn": swap(5, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
         ({"drawn": swap(0, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
         ({"drawn": swap(1, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
@@ -202,7 +202,7 @@ def swap(place: int, value, rows: list[list]) -> list[list]:
         ({"logprobs": swap(4, NAN, ANSWERED.logprobs)}, "not finite"),
         ({"logprobs": swap(2, -1.0, ANSWERED.logprobs)}, "an answer's token has a log-prob"),
         ({"completions": swap(5, 7, ANSWERED.completions)}, "without an eos at its end is called finished"),
-        ({"outcomes": [replace(OUTCOMES[0], rewards={"Other": 1.0}), OUTCOMES[1]]}, "a reward 'Other'"),
+        ({"outcomes": [replace(OUTCOMES[0], rewards={"Other": 1.0}), OUTCOMES[1]]}, "rewards {'Other'}"),
     ],
 )
 def test_a_worker_that_lies_of_turns_is_refused(changes, says):
@@ -259,8 +259,8 @@ def test_a_worker_that_lies_is_refused(changes, says):
     [
         ([[3, 5], [3, 3, 5, 7]], None),
         ([[7, 7], [3, 3, 3, 3]], None),
-        ([[3, 5], [3, 5, 3, 5]], r"drawn by versions 3, 5, 3, 5: the task takes 3 and later ones, in order"),
-        ([[2, 3], [3, 3, 3, 3]], r"drawn by versions 2, 3: the task takes 3"),
+        ([[3, 5], [3, 5, 3, 5]], r"drawn by versions \[3, 5\]: the task takes 3 and later ones, in order"),
+        ([[2, 3], [3, 3, 3, 3]], r"drawn by versions \[2, 3\]: the task takes 3"),
     ],
 )
 def test_with_in_flight_weight_updates_tokens_have_versions_from_the_tasks_on(versions, says):

@@ -42,6 +42,12 @@ def store(path):
 PAGE = 16 << 10
 
 
+def found(store: Store, *key: int) -> tuple[Task | None, bool]:
+    """A task, and whether it has a result."""
+    task, result = store.find_task(key)
+    return task, result is not None
+
+
 def numbers(store: Store) -> list[int]:
     return [version.version for version in store.versions()]
 
@@ -65,18 +71,6 @@ def test_a_file_comes_in_pieces_in_any_rhythm_and_is_read_in_any(store):
         store.files.add(FilePart(sha(data), len(data) + 1, 0), b"")
     with pytest.raises(ProtocolError, match="beyond"):
         store.files.add(FilePart(sha(data), 10, 5), b"123456")
-
-
-def test_a_pool_that_starts_again_says_what_it_has(path, caplog):
-    store = Store(path, damage)
-    store.set_run(RUN)
-    tasks = [Task(group, 0, 0, [7]) for group in range(3)]
-    store.put_tasks(tasks)
-    store.add_results([(tasks[0], drawn(tasks[0]))], "w")
-    store.close()
-    with caplog.at_level("INFO"):
-        Store(path, damage).close()
-    assert caplog.messages == [f"{path}: run runs/a, 3 groups, 1 of them drawn"]
 
 
 def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
@@ -179,16 +173,15 @@ def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(st
     put_version(store, 1)
     right = [tasks[2], tasks[1], tasks[3], tasks[0]]
     assert store.open_tasks(10) == right and store.open_tasks(3) == right[:3]
-    assert store.add_results([(tasks[1], drawn(tasks[1])), (tasks[2], drawn(tasks[2]))], "w") == [True, True]
-    assert store.add_results([(tasks[1], drawn(tasks[1]))], "w") == [False]
+    store.add_results([(tasks[1], drawn(tasks[1])), (tasks[2], drawn(tasks[2]))], "w")
     assert store.open_tasks(10) == right[2:] and store.count_open() == 3 and store.count_open(1) == 2
-    assert store.find_task((1, 0)) == (tasks[2], True) and store.find_task((3, 0)) == (tasks[0], False)
-    assert store.find_task((3, 1)) is None
+    assert found(store, 1, 0) == (tasks[2], True) and found(store, 3, 0) == (tasks[0], False)
+    assert store.find_task((3, 1)) == (None, None)
     (first, second) = store.results([(3, 0), (1, 0), (77, 0), (1, 1)], 10**6)
     assert decode_drawn(first) == [drawn(tasks[2])] and decode_drawn(second) == [drawn(tasks[1])]
     assert store.results([(1, 0), (1, 1)], 1) == [first]
     store.drop_versions_below(9)
-    assert store.find_task((1, 0)) == (tasks[2], True)  # for ever: the file can be replayed
+    assert found(store, 1, 0) == (tasks[2], True)  # for ever: the file can be replayed
 
 
 def test_rounds_are_counted_from_the_newest(store):
@@ -213,12 +206,11 @@ def test_a_task_with_another_prompt_is_refused_and_with_another_version_drawn_ag
     store.add_results([(task, drawn(task))], "w")
     with pytest.raises(ProtocolError, match="group 1 has another prompt") as refusal:
         store.put_tasks([Task(2, 0, 0, [1]), replace(task, prompt_ids=[5])])
-    assert refusal.value.code == "other_run" and store.find_task((2, 0)) is None
+    assert refusal.value.code == "other_run" and store.find_task((2, 0)) == (None, None)
     put_version(store, 0)
     put_version(store, 1)
     assert store.put_tasks([replace(task, version=1)]) == [(1, 0)]
     assert store.open_tasks(10) == [replace(task, version=1)] and store.results([(1, 0)], 10**6) == []
-    assert store.add_results([(task, drawn(task))], "late") == [False]
 
 
 def test_what_a_run_with_turns_needs_is_kept(path):
@@ -228,15 +220,15 @@ def test_what_a_run_with_turns_needs_is_kept(path):
         put_version(store, 0)
         store.put_tasks([task])
         store.put_tasks([task])
-        assert store.open_tasks(10) == [task] and store.find_task(task.key) == (task, False)
+        assert store.open_tasks(10) == [task] and found(store, *task.key) == (task, False)
         with pytest.raises(ProtocolError, match="group 1 has another prompt or row") as refusal:
             store.put_tasks([replace(task, columns="{}")])
         assert refusal.value.code == "other_run"
         store.add_results([(task, answered(task))], "w")
         assert store.rounds(1)[0]["tokens"] == 7  # what was drawn: an answer has the eighth
     with closing(Store(path, damage)) as again, closing(Recording(path)) as recording:
-        assert again.run() == WITH_TURNS and again.find_task(task.key) == (task, True)
-        assert str(recording.result(task.key)) == str(answered(task))  # NaN differs from itself
+        assert again.run() == WITH_TURNS and found(again, *task.key) == (task, True)
+        assert str(recording.find(task.key)[1]) == str(answered(task))  # NaN differs from itself
         for other in (None, replace(WITH_TURNS.turns, schemas="0" * 64)):
             with pytest.raises(ProtocolError, match="another --pool_file"):
                 again.set_run(replace(WITH_TURNS, turns=other))
@@ -256,10 +248,10 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_
     assert {*void} == {(2, 0), (2, 1), (3, 0), (3, 1)}
     assert numbers(store) == [0, 1, 2]
     assert store.files.size(old[2].sha256) is None is store.files.size(old[3].sha256)
-    assert store.find_task((1, 1)) == (tasks[3], True)
-    assert store.find_task((2, 1)) is None is store.find_task((3, 0))
+    assert found(store, 1, 1) == (tasks[3], True)
+    assert store.find_task((2, 1)) == store.find_task((3, 0)) == (None, None)
     # The trainer may have put it just before: it stays, and is drawn by the new weights.
-    assert store.find_task((2, 0)) == (tasks[4], False)
+    assert found(store, 2, 0) == (tasks[4], False)
 
 
 def test_what_a_dropped_version_drew_goes_where_the_version_comes_again_with_other_weights(store):
@@ -277,13 +269,13 @@ def test_what_a_dropped_version_drew_goes_where_the_version_comes_again_with_oth
     assert store.weights_of(2) == made[2].sha256 and store.weights_of(4) is None
     put_version(store, 2, salt=100)
     assert numbers(store) == [2] and store.weights_of(3) is None
-    assert [store.find_task(task.key) for task in tasks[:4]] == [
+    assert [found(store, *task.key) for task in tasks[:4]] == [
         (tasks[0], True),
         (tasks[1], False),
         (tasks[2], True),
         (tasks[3], False),
     ]
-    assert store.find_task(tasks[4].key) is None
+    assert store.find_task(tasks[4].key) == (None, None)
 
 
 def test_a_recording_reads_the_run_and_its_results_while_the_pool_writes_and_after(store, path):
@@ -293,10 +285,9 @@ def test_a_recording_reads_the_run_and_its_results_while_the_pool_writes_and_aft
     task = Task(1, 0, 0, [5, 6])
     store.put_tasks([task, Task(2, 0, 0, [5])])
     recording = Recording(path)
-    assert recording.run == RUN and recording.result((1, 0)) is None
+    assert recording.run == RUN and recording.find((1, 0)) == (task, None)
     store.add_results([(task, drawn(task))], "w")
-    assert recording.result((1, 0)) == drawn(task) and recording.task((1, 0)) == task
-    assert recording.result((2, 0)) is None is recording.task((3, 0))
+    assert recording.find((1, 0)) == (task, drawn(task)) and recording.find((3, 0)) == (None, None)
     recording.close()
 
 
@@ -387,8 +378,7 @@ def test_a_flipped_bit_is_never_read_as_something_else(path):
 
     def read() -> list[str]:
         with closing(Recording(path)) as recording:
-            found = [read(task.key) for task in tasks for read in (recording.task, recording.result)]
-            return [str(each) for each in (recording.run, *found)]
+            return [str(recording.run), *(str(part) for task in tasks for part in recording.find(task.key))]
 
     right = read()
     with closing(sqlite3.connect(path)) as connection:
@@ -464,7 +454,7 @@ def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, path
             attempt()
         assert (refusal.value.status, refusal.value.code) == (503, "no_space") and refusal.value.retry_after
     assert store.files.add(FilePart(sha(data), len(data), 0), b"") == 0
-    assert store.count_open() == 1 and store.find_task((1, 0)) is None
+    assert store.count_open() == 1 and store.find_task((1, 0)) == (None, None)
     small_disk(100 << 20)
     put_file(store, data)
     store.put_tasks(tasks)
@@ -505,7 +495,7 @@ def test_what_was_stored_is_there_after_every_sigkill(path):
         assert process.returncode == -signal.SIGKILL
         recording = Recording(path)
         for group in range(done + 1):
-            assert recording.result((group, 0)) == drawn(Task(group, 0, 0, [7, group % 100]))
+            assert recording.find((group, 0))[1] == drawn(Task(group, 0, 0, [7, group % 100]))
         recording.close()
     store = Store(path, damage)
     assert all(store.files.size(sha(weights(group, 300_000))) == 300_000 for group in range(done + 1)) and done > 3

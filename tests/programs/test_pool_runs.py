@@ -113,7 +113,7 @@ def test_a_round_is_drawn_by_the_policy_of_the_round_before_and_by_no_other(undi
     policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
     recording = Recording(str(undisturbed / "pool.sqlite"))
     for key in [(group, attempt) for group, attempt, *_ in drawn(undisturbed)]:
-        task, group = recording.task(key), recording.result(key)
+        task, group = recording.find(key)
         now = task.group // 4  # a round is a step of four groups
         assert task.version == max(0, now - 1) and group.versions[0][0] == task.version
         for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
@@ -161,7 +161,7 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
     policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
     recording, ages = Recording(str(tmp_path / "pool.sqlite")), set()
     for key in rows:
-        task, group = recording.task(key), recording.result(key)
+        task, group = recording.find(key)
         now = task.group // 4  # a round is a step of four groups
         for ids, logprobs, versions in zip(group.completions, group.logprobs, group.versions, strict=True):
             (version,) = {*versions}  # this engine changes weights between groups
