@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -68,12 +69,11 @@ def run(config: WorkerConfig) -> int:
     with open_folder(config.weights_folder) as folder:
         worker = GenerationWorker(config, make_engine(config), folder, stop)
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
-        failures: list[BaseException] = []
-        thread = threading.Thread(target=collect, args=[worker, failures], name="worker", daemon=True)
-        thread.start()
+        work = ThreadPoolExecutor(1, thread_name_prefix="worker").submit(worker.run)
+        work.add_done_callback(lambda _: stop.set())
         stop.wait()  # this thread waits for signals
         worker.close()
-    for failure in failures:
+    if work.done() and (failure := work.exception()):
         if not isinstance(failure, (ServerError, WorkerFailed, ConfigError)):
             traceback.print_exception(failure)  # a defect of ours
         say_once(str(failure))
@@ -88,15 +88,6 @@ def check_pool(config: WorkerConfig) -> None:
     """
     with suppress(RequestFailure):
         PoolClient(config.pool, config.token, check_certificates(config.ref_ca_file), request_timeout=5.0).run()
-
-
-def collect(worker: GenerationWorker, failures: list[BaseException]) -> None:
-    """Run the worker in a thread, and keep the exception that ends it."""
-    try:
-        worker.run()
-    except BaseException as failure:
-        failures.append(failure)
-    worker.stop.set()
 
 
 def take_signals(stop: threading.Event) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient
 from grpo.pool.delta import make_delta, sha256_of
-from grpo.pool.protocol import Probe, RunInfo, Task, Version
+from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, Version
 
 RUN = RunInfo("0123456789abcdef", "runs/test", 100, [2], 4, 12, 0.8, 42, "a" * 64)
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
@@ -35,6 +35,32 @@ def running_pool(tmp_path: Path, *options: str, port: int | None = None) -> Iter
     with running_server(None, tmp_path, *arguments, port=port) as server:
         server.wait_ready()
         yield server
+
+
+def score(model: PreTrainedModel, prompt: list[int], completions: list[list[int]], temperature: float) -> list[list]:
+    """Return the log-probs of each completion's ids."""
+    batch = Batcher(0, longest_packed=0).make([(prompt, ids) for ids in completions], "cpu")
+    with torch.no_grad():
+        values = token_logprobs(model, batch, temperature)[0]
+    return [part.tolist() for part in values.split([len(ids) for ids in completions])]
+
+
+def distances(
+    task: Task, group: GroupResult, temperature: float, policies: Mapping[int, PreTrainedModel]
+) -> list[float]:
+    """Return how far each completion's log-probs are, at most, from those of the versions that its tokens name."""
+    scores = {
+        number: score(policy, task.prompt_ids, group.completions, temperature) for number, policy in policies.items()
+    }
+    rows = enumerate(zip(group.logprobs, group.versions, group.masks, strict=True))
+    return [
+        max(
+            abs(scores[version][row][place] - logprob)
+            for place, (logprob, version, is_drawn) in enumerate(zip(*columns, strict=True))
+            if is_drawn
+        )
+        for row, columns in rows
+    ]
 
 
 class Trainer:
@@ -80,9 +106,7 @@ class Trainer:
 
     def probe(self) -> Probe:
         prompt, completion = [5, 6, 7], [8, 9, 10, 11, 12, 13]
-        batch = Batcher(0, longest_packed=0).make([(prompt, completion)], "cpu")
-        with torch.no_grad():
-            return Probe(prompt, completion, token_logprobs(self.model, batch, 1.0)[0].tolist())
+        return Probe(prompt, completion, *score(self.model, prompt, [completion], 1.0))
 
     def put_tasks(self, version: int, groups: range, attempt: int = 0) -> list[Task]:
         tasks = [Task(group, attempt, version, PROMPTS[group % len(PROMPTS)]) for group in groups]

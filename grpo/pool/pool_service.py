@@ -39,14 +39,14 @@ class PoolService(Service):
         self.store: Store | None = None
         self.leases = Leases()
         self.numbers = PoolMonitor(self.monitor, self.leases)
-        self._work_threads = threading.Semaphore(_MOST_WORK)
-        self._waiting_threads = threading.Semaphore(_MOST_WAITING)
+        self.work_threads = threading.Semaphore(_MOST_WORK)
+        self.waiting_threads = threading.Semaphore(_MOST_WAITING)
         # While they are read, tokens take many times the size of the body: read and store one request at a time.
         self._storing = threading.Lock()
 
     def working(self) -> AbstractContextManager[None]:
         """Use one of the threads that read and store."""
-        return self.thread_of(self._work_threads)
+        return self.thread_of(self.work_threads)
 
     def load(self) -> None:
         self.store = Store(self.config.pool_file, on_damage=self.fail)
@@ -196,7 +196,7 @@ class PoolService(Service):
         if (items := find()) or seconds == 0:
             return items
         end = time.monotonic() + min(seconds, LONGEST_WAIT)
-        with self.thread_of(self._waiting_threads):
+        with self.thread_of(self.waiting_threads):
             while not items and (left := end - time.monotonic()) > 0:
                 with self.leases.changed:
                     self.leases.changed.wait(min(left, _CHECK_SECONDS))

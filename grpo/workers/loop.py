@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import statistics
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its
 RENEWALS = 3  # in the time of a lease
 POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
 _UPLOADS = 4  # threads; each sends one group
+_TALLY = "%d groups, %d tokens, %.0f tokens/s"
 
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
@@ -46,10 +48,8 @@ def prove(engine: Engine, version: Version, dtype: str) -> float:
     Return their mean difference, in nats a token. Raises EngineError if it is too large, or NaN. `dtype` is that of the
     weights as their file names it: F32.
     """
-    logprobs, expected = engine.logprobs(version.probe), version.probe.logprobs
-    if len(logprobs) != len(expected):
-        raise EngineError(f"version {version.version}: {len(logprobs)} log-probs for {len(expected)} tokens")
-    difference = sum(abs(mine - theirs) for mine, theirs in zip(logprobs, expected, strict=True)) / len(expected)
+    pairs = zip(engine.logprobs(version.probe), version.probe.logprobs, strict=True)
+    difference = statistics.fmean(abs(mine - theirs) for mine, theirs in pairs)
     # Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6.
     most = 1e-3 if dtype == "F32" else 0.15
     if not difference <= most:
@@ -61,7 +61,7 @@ def prove(engine: Engine, version: Version, dtype: str) -> float:
 
 
 class Tally:
-    """The drawn groups and tokens, in all and of the last minute. Any thread may call it."""
+    """Counts the drawn groups and tokens, in all and of the last minute. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,31 +74,18 @@ class Tally:
             self._groups, self._tokens = self._groups + 1, self._tokens + drawn.tokens
             self._last.append((time.monotonic(), drawn.tokens))
 
-    def tokens_per_second(self) -> float:
-        """Return the mean of the last minute, or of the time since the start."""
-        return self._of_last_minute()[1] / self._seconds()
-
-    def summary(self) -> str:
-        """Return a line on the last minute; "" if no group was drawn."""
-        groups, tokens = self._of_last_minute()
-        return f"last {SUMMARY_SECONDS:.0f} s: {_line(groups, tokens, self._seconds())}" if groups else ""
-
-    def whole(self) -> str:
-        """Return a line on all groups; "" before the first."""
-        return _line(self._groups, self._tokens, time.monotonic() - self._began) if self._groups else ""
-
-    def _seconds(self) -> float:
-        return max(1e-3, min(SUMMARY_SECONDS, time.monotonic() - self._began))
-
-    def _of_last_minute(self) -> tuple[int, int]:
+    def last_minute(self) -> tuple[int, int, float]:
+        """Return groups, tokens, and tokens a second, of the last minute or since the start."""
+        now = time.monotonic()
         with self._lock:
-            while self._last and self._last[0][0] < time.monotonic() - SUMMARY_SECONDS:
+            while self._last and self._last[0][0] < now - SUMMARY_SECONDS:
                 self._last.popleft()
-            return len(self._last), sum(tokens for _, tokens in self._last)
+            tokens = sum(tokens for _, tokens in self._last)
+            return len(self._last), tokens, tokens / max(1e-3, min(SUMMARY_SECONDS, now - self._began))
 
-
-def _line(groups: int, tokens: int, seconds: float) -> str:
-    return f"{groups} groups, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+    def whole(self) -> tuple[int, int, float]:
+        """Return the same of all groups."""
+        return self._groups, self._tokens, self._tokens / (time.monotonic() - self._began)
 
 
 class GenerationWorker:
@@ -172,8 +159,8 @@ class GenerationWorker:
         self._engine.close()
         if self._turns is not None:
             self._turns.close()
-        if groups := self._tally.whole():
-            log.info("ended: %s", groups)
+        if (tally := self._tally.whole())[0]:
+            log.info("ended: " + _TALLY, *tally)
 
     def _return_leases(self) -> None:
         # Not while a request for tasks is waiting: the pool would give them to this worker again.
@@ -182,9 +169,8 @@ class GenerationWorker:
             self._new_client(request_timeout=POLL).lease(Lease(self.name, 0, [], 0.0, message="ended"))
         except (RequestFailure, ServerError) as error:
             log.info("the leases were not given back (%s): they end by themselves", error)
-        finally:
-            if is_quiet:
-                self._lease_lock.release()
+        if is_quiet:
+            self._lease_lock.release()
 
     def _first_version(self) -> tuple[int, str]:
         """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
@@ -198,15 +184,17 @@ class GenerationWorker:
         return versions[-1].version, versions[-1].sha256
 
     def _poll(self, find: Callable[[], _Value | None], reason: str) -> _Value:
-        """Ask the pool until it has something; log once why that takes time."""
-        is_logged = False
-        while not (value := self._patience(find)):
-            if not is_logged:
-                log.info("%s %s", self._client.url, reason)
-                is_logged = True
-            if self.stop.wait(POLL):
-                raise Stopped
+        """Ask the pool until it has something; log why that takes time."""
+        if not (value := self._patience(find)):
+            log.info("%s %s", self._client.url, reason)
+        while not value:
+            self._pause(POLL)
+            value = self._patience(find)
         return value
+
+    def _pause(self, seconds: float) -> None:
+        if self.stop.wait(seconds):
+            raise Stopped
 
     def _wait_for_room(self) -> int:
         """Return how many tasks may be leased, perhaps none if there are newer weights; restart a failed engine."""
@@ -217,7 +205,6 @@ class GenerationWorker:
         return capacity - self._drawing
 
     def _wait_until_idle(self) -> None:
-        """Wait until no group is being drawn; end a failed engine before that."""
         self._wait(lambda: self._engine_error or not self._drawing)
         if self._engine_error:
             self._engine.close()
@@ -230,7 +217,7 @@ class GenerationWorker:
                 self._changed.wait(0.2)
         if self.stop.is_set():
             raise Stopped
-        if self._failure is not None:
+        if self._failure:
             raise self._failure
 
     # Versions and the engine
@@ -289,8 +276,7 @@ class GenerationWorker:
         log.warning("the engine failed: %s; starting it again", error)
         self._wait_until_idle()
         self._is_started, self._engine_error = False, None
-        if self.stop.wait(RESTART_PAUSE):
-            raise Stopped
+        self._pause(RESTART_PAUSE)
 
     # Tasks
 
@@ -301,7 +287,7 @@ class GenerationWorker:
             with self._changed:
                 holds = [[*key] for key in sorted(self._holds)]
             version = -1 if self._version is None else self._version.version
-            state = self._engine.card, version, self._message, self._tally.tokens_per_second()
+            state = self._engine.card, version, self._message, self._tally.last_minute()[2]
             leased = self._client.lease(Lease(self.name, room, holds, wait, *state))
             with self._changed:
                 self._holds |= {task.key for task in leased.tasks}
@@ -328,8 +314,8 @@ class GenerationWorker:
                 self._guarded(lambda: self._lease(room=0, wait=0.0))
             if time.monotonic() > next_summary:
                 next_summary += SUMMARY_SECONDS
-                if summary := self._tally.summary():
-                    log.info(summary)
+                if (tally := self._tally.last_minute())[0]:
+                    log.info(f"last {SUMMARY_SECONDS:.0f} s: {_TALLY}", *tally)
 
     def _forget(self, tasks: list[Task]) -> None:
         """Hold these tasks no more; with the next request the pool may give them to others."""

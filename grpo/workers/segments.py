@@ -7,13 +7,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from grpo.pool.protocol import GroupResult, RunInfo, Task
 from grpo.wire.tool_outcomes import Outcome
-
-if TYPE_CHECKING:
-    from grpo.workers.worker_tools import WorkerTools
+from grpo.workers.worker_tools import WorkerTools
 
 
 @dataclass
@@ -78,11 +75,5 @@ def draw_in_turns(
 
     with ThreadPoolExecutor(run.num_generations, thread_name_prefix="turns") as threads:
         completions = [*threads.map(draw_completion, range(run.num_generations))]
-    return as_drawn(task, completions)
-
-
-def as_drawn(task: Task, completions: list[Completion]) -> GroupResult:
-    """Return the group of these completions; without turns none of them has an outcome."""
     names = "ids", "logprobs", "versions", "drawn", "outcome"
-    columns = [[getattr(completion, name) for completion in completions] for name in names]
-    return GroupResult(*task.key, *(columns if any(columns[-1]) else columns[:3]))
+    return GroupResult(*task.key, *([getattr(completion, name) for completion in completions] for name in names))

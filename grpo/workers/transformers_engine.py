@@ -26,7 +26,6 @@ from grpo.model.weights_file import named_weights
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
 from grpo.workers.engine import EngineError
-from grpo.workers.segments import Completion, as_drawn
 from grpo.workers.weights_folder import dtype_of, versions_file
 from grpo.workers.worker_tools import WorkerTools
 
@@ -68,13 +67,8 @@ class TransformersEngine:
         path, has_adapter = versions_file(self._run, folder), self._run.base_weights is not None
         weights = adapter_weights(self._model) if has_adapter else named_weights(self._model)
         with _failures(), safe_open(path, framework="pt") as file:
-            if weights.keys() != {*file.keys()}:
-                raise EngineError(f"{path}: not the tensors of the model that was started")
             for name, tensor in weights.items():
-                values = file.get_tensor(name)
-                if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
-                    raise EngineError(f"{path}: {name} has another shape or dtype than in the model")
-                tensor.copy_(values)
+                tensor.copy_(file.get_tensor(name))
         self._version = version
 
     def logprobs(self, probe: Probe) -> list[float]:
@@ -89,12 +83,15 @@ class TransformersEngine:
             (rollouts,) = self._sampler.sample(
                 [example], run.num_generations, run.temperature, run.seed + (task.attempt << 32), ids=[task.group]
             )
-        completions = []
-        for rollout in rollouts:
-            ids, versions = rollout.completion_ids, [self._version] * len(rollout.completion_ids)
-            drawn = rollout.drawn or [True] * len(ids)
-            completions.append(Completion(ids, rollout.sampling_logprobs, versions, drawn, rollout.outcome))
-        return as_drawn(task, completions)
+        ids = [rollout.completion_ids for rollout in rollouts]
+        logprobs, versions = (
+            [rollout.sampling_logprobs for rollout in rollouts],
+            [[self._version] * len(x) for x in ids],
+        )
+        if turns is None:
+            return GroupResult(*task.key, ids, logprobs, versions)
+        drawn = [rollout.drawn or [True] * len(rollout.completion_ids) for rollout in rollouts]
+        return GroupResult(*task.key, ids, logprobs, versions, drawn, [rollout.outcome for rollout in rollouts])
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""

@@ -19,16 +19,18 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
-from grpo.wire.tensors import Entry, HeaderError
 from grpo.workers.engine import EngineError
-from grpo.workers.segments import Completion, as_drawn, draw_in_turns
-from grpo.workers.vllm_process import ADMIN_SECONDS, VllmClient, VllmProcess, answer_of
+from grpo.workers.segments import draw_in_turns
+from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 from grpo.workers.worker_tools import WorkerTools
 
@@ -56,29 +58,25 @@ class VllmEngine:
         self.capacity = 1
         self._command, self._arguments, self._log = [*command], [*arguments], log
         self._stall_seconds = stall_seconds
-        self._server: VllmClient | None = None
+        self.server: VllmServer | None = None
         self._numbers = itertools.count()  # of adapters
         self.drawing = 0  # requests that draw
         self._lock = threading.Lock()  # of drawing
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Start the server with a folder's model, and wait for it."""
-        self._run, self._turns, self._is_paused = run, turns, False
+        self.run, self.turns, self._is_paused = run, turns, False
         self._tensors, self._model = _read_tensors(versions_file(run, folder)), _MODEL
         adapter = [] if run.base_weights is None else _adapter_arguments(folder)
-        process = VllmProcess(
-            [*self._command, *self._own_arguments(folder), *adapter, *self._arguments],
-            _environment(run.base_weights is not None),
-            self._log,
-        )
-        self._server = server = VllmClient(process)
-        process.wait_ready()
+        command = [*self._command, *self._own_arguments(folder), *adapter, *self._arguments]
+        self.server = server = VllmServer(command, _environment(bool(adapter)), self._log)
+        server.wait_ready()
         with answer_of("/v1/models"):
             self._longest = server.get("/v1/models")["data"][0]["max_model_len"]
         self._label_weights(version)
         # vLLM keeps the adapter that a request began with to its end.
         self.loads_in_flight = run.base_weights is None
-        if run.base_weights is not None:
+        if adapter:
             self._load_adapter(folder)
         self.card, self.capacity = card_name(), max(1, _SEQUENCES // run.num_generations)
         threading.Thread(target=self._watch, args=[server], daemon=True).start()
@@ -99,27 +97,27 @@ class VllmEngine:
 
     def load(self, folder: Path, version: int) -> None:
         """Replace the running server's weights, which draw the rest of each completion, or its adapter."""
-        path = versions_file(self._run, folder)
+        path = versions_file(self.run, folder)
         if _read_tensors(path) != self._tensors:
             raise EngineError(f"{path}: not the tensors of the model that vLLM started with")
-        if self._run.base_weights is not None:
+        if self.run.base_weights is not None:
             self._load_adapter(folder)
             self._label_weights(version)
             return
         self._is_paused = True
-        self._server.post("/pause?mode=keep")
-        self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        self.server.post("/pause?mode=keep")
+        self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         # The keys and values of what the old weights have read: prompts, and completions that are being drawn, which
         # the new weights read anew. vLLM keeps them on purpose.
-        if self._server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
+        if self.server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
             raise EngineError("/reset_prefix_cache: vLLM keeps what the old weights have cached")
         self._label_weights(version)
-        self._server.post("/resume")
+        self.server.post("/resume")
         self._is_paused = False
 
     def _label_weights(self, version: int) -> None:
         """Tell the server the version that it writes into `weight_versions`."""
-        self._server.post("/update_weight_version", {"new_version": str(version)})
+        self.server.post("/update_weight_version", {"new_version": str(version)})
         self._version = version
 
     def _load_adapter(self, folder: Path) -> None:
@@ -129,10 +127,10 @@ class VllmEngine:
         """
         # First: vLLM would read an adapter again, from a file that is another one now, where it needs its place.
         if self._model != _MODEL:
-            self._server.send("POST", "/v1/unload_lora_adapter", {"lora_name": self._model})
+            self.server.send("POST", "/v1/unload_lora_adapter", {"lora_name": self._model})
         self._model = f"{_MODEL}-{next(self._numbers)}"
         adapter = {"lora_name": self._model, "lora_path": str(folder / ADAPTER)}
-        self._server.send("POST", "/v1/load_lora_adapter", adapter)
+        self.server.send("POST", "/v1/load_lora_adapter", adapter)
 
     def logprobs(self, probe: Probe) -> list[float]:
         """Let the server read the probe as a prompt, and return the log-probs of its completion's ids."""
@@ -146,28 +144,23 @@ class VllmEngine:
     def draw(self, task: Task) -> GroupResult:
         """Draw a group: in one request, so that its completions share the prompt's keys and values; with turns each
         segment in one, which finds those of the segments before it in the server's cache."""
-        run, version = self._run, self._version
+        run, version = self.run, self._version
         if len(task.prompt_ids) + run.max_completion_length > self._longest:
             raise EngineError(
                 f"vllm_args: --max-model-len is {self._longest}, and group {task.group} has a prompt of "
                 f"{len(task.prompt_ids)} tokens before max_completion_length {run.max_completion_length}: give vLLM "
                 "more memory, or a larger --max-model-len"
             )
-        if self._turns is not None:
-            return draw_in_turns(
-                self._turns, run, task, lambda ids, room: self._draw_segments(ids, 1, room, version)[0]
-            )
-        completions = [Completion() for _ in range(run.num_generations)]
+        if self.turns is not None:
+            return draw_in_turns(self.turns, run, task, lambda ids, room: self._draw_segments(ids, 1, room, version)[0])
         segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)
-        for completion, segment in zip(completions, segments, strict=True):
-            completion.add_drawn(*segment)
-        return as_drawn(task, completions)
+        return GroupResult(*task.key, *map(list, zip(*segments, strict=True)))
 
     def _draw_segments(
         self, prompt: list[int], count: int, longest: int, version: int
     ) -> list[tuple[list[int], list[float], list[int]]]:
         """Draw so many continuations of ids: the ids of each, their log-probs, and which version drew each."""
-        run = self._run
+        run = self.run
         parameters = {
             "n": count,
             "temperature": run.temperature,
@@ -187,7 +180,7 @@ class VllmEngine:
             with self._lock:
                 self.drawing -= 1
         with answer_of("/inference/v1/generate"):
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            choices = sorted(answer["choices"], key=itemgetter("index"))
             completions = [choice["token_ids"] for choice in choices]
             logprobs = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in choices]
             versions = [_versions(choice) for choice in choices]
@@ -203,22 +196,22 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the server."""
-        if (server := self._server) is not None:
-            server.process.end()
+        if (server := self.server) is not None:
+            server.end()
 
-    def _watch(self, server: VllmClient) -> None:
+    def _watch(self, server: VllmServer) -> None:
         """Kill the server if it draws and no token comes. Ends with it."""
         tokens, since = math.nan, time.monotonic()
-        while not server.process.has_ended(self._stall_seconds / 10):
+        while not server.has_ended(self._stall_seconds / 10):
             now = server.count_tokens()
             if not self.drawing or self._is_paused or now != tokens:
                 tokens, since = now, time.monotonic()
             elif time.monotonic() - since > self._stall_seconds:
-                server.process.end(f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended")
+                server.end(f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended")
 
     def _generate(self, ids: list[int], parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         request = {"model": self._model, "token_ids": ids, "sampling_params": {**parameters, "detokenize": False}}
-        return self._server.post("/inference/v1/generate", request, seconds)
+        return self.server.post("/inference/v1/generate", request, seconds)
 
     @staticmethod
     def _checked(value: float) -> float:
@@ -275,12 +268,12 @@ def _adapter_arguments(folder: Path) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(next((known for known in _RANKS if known >= rank), rank))]
 
 
-def _read_tensors(path: Path) -> dict[str, Entry]:
+def _read_tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Read which tensors a file has. Raises EngineError if it is not whole.
 
     vLLM must never hear of such a file: a reload that fails leaves it without weights, and the next request kills it.
     """
     try:
         return read_tensors(path)
-    except (OSError, HeaderError) as error:
+    except (OSError, SafetensorError) as error:
         raise EngineError(f"{path}: {error}") from error

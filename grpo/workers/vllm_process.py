@@ -21,6 +21,7 @@ from grpo.config.console import free_port
 from grpo.workers.engine import EngineError
 
 START_SECONDS = 1800.0  # a large model from a slow disk, and what vLLM compiles
+ADMIN_SECONDS = 900.0  # for what may read a large model's weights from a slow disk
 _END_SECONDS = 20.0  # in which vLLM removes its shared memory
 # The first line of the guard's input is the process group, its end the worker's: a pipe closes however a process ends.
 _GUARD = 'read group; cat; kill -TERM "-$group"; sleep 10; kill -KILL "-$group"'
@@ -33,8 +34,9 @@ _ERROR = re.compile(
 _CONSEQUENCES = re.compile(r"EngineDeadError|Engine core init|Engine core proc|Worker failed|WorkerProc init")
 
 
-class VllmProcess:
-    """A server in a process group of its own, on a free port of 127.0.0.1, and the guard that ends it with the worker.
+class VllmServer:
+    """vLLM's server in a process group of its own, on a free port of 127.0.0.1, and the guard that ends it with the
+    worker. Any thread may call all methods.
 
     The kernel could tell only the server of the worker's death (PR_SET_PDEATHSIG), and not vLLM's processes below it,
     which would keep the card's memory.
@@ -43,19 +45,18 @@ class VllmProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
         """Start `command` with --host and --port; its output is added to `log`."""
         port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
+        self._url, self._log = f"http://127.0.0.1:{port}", log
         self._lock, self._has_group, self._ended_by_us = threading.Lock(), True, ""
         self._log_begins = log.stat().st_size if log.exists() else 0
+        # The guard outlives the worker by seconds, and so must not hold the worker's output open.
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         with open(log, "ab") as output:
-            # The guard outlives the worker by seconds, and so must not hold the worker's output open.
-            self._guard = subprocess.Popen(
-                ["sh", "-c", _GUARD],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
             self._server = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
                 env=environment,
@@ -70,23 +71,46 @@ class VllmProcess:
     def wait_ready(self) -> None:
         """Wait until the server answers. Raises EngineError if it ends before, or takes too long."""
         deadline = time.monotonic() + START_SECONDS
-        while True:
-            if self._server.poll() is not None:
-                raise EngineError(self.describe_end())
+        while not self.has_ended(0.2):
             with suppress(requests.RequestException):
-                if self.request("GET", "/health", seconds=10.0).status_code == 200:
+                if self._request("GET", "/health", 10.0).status_code == 200:
                     return
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM was not ready after {START_SECONDS:.0f} s; its log is {self.log}")
-            time.sleep(0.2)
+                raise EngineError(f"vLLM was not ready after {START_SECONDS:.0f} s; its log is {self._log}")
+        raise EngineError(self._describe_end())
 
-    def request(self, method: str, path: str, seconds: float | None, json: object = None) -> requests.Response:
-        """Send a request. Raises requests.RequestException, also if the server is silent for `seconds`."""
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy stands between this machine and itself
-            # A connection is for one request: vLLM closes what is idle for 5 s, perhaps while the next one is sent.
-            session.headers["Connection"] = "close"
-            return session.request(method, self.url + path, json=json, timeout=(10.0, seconds))
+    def get(self, path: str) -> dict[str, Any]:
+        """Return the JSON object of an answer, as `post` does."""
+        return _json(path, self.send("GET", path))
+
+    def post(self, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> dict[str, Any]:
+        """Return the JSON object of an answer; empty without a body. Waits for ever if `seconds` is None."""
+        return _json(path, self.send("POST", path, body, seconds))
+
+    def send(self, method: str, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> bytes:
+        """Return the body of an answer, which need not be JSON. Raises EngineError for another status than 200."""
+        try:
+            answer = self._request(method, path, seconds, body)
+            if answer.status_code == 200:
+                return answer.content
+            failure = f"vLLM answered {answer.status_code}: {' '.join(answer.text.split())[:300]}"
+        except requests.RequestException as error:
+            failure = type(error).__name__
+        # It may just be ending, which is the reason then.
+        raise EngineError(self._describe_end() if self.has_ended(3.0) else f"{path}: {failure}; its log is {self._log}")
+
+    def count_tokens(self) -> float | None:
+        """Return how many tokens the server has read and drawn; None if it does not answer.
+
+        NaN, which differs from itself, if it does not count them (--disable-log-stats).
+        """
+        try:
+            lines = self._request("GET", "/metrics", 10.0).text.splitlines()
+        except requests.RequestException:
+            return None
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(names)]
+        return sum(counts) if counts else math.nan
 
     def has_ended(self, seconds: float) -> bool:
         """Tell whether the server has ended, or ends within `seconds`."""
@@ -94,25 +118,16 @@ class VllmProcess:
             self._server.wait(seconds)
         return self._server.poll() is not None
 
-    def describe_end(self) -> str:
-        """Return how the server ended and why, from the reason of `end` or the log."""
-        if self._ended_by_us:
-            return f"{self._ended_by_us}; its log is {self.log}"
-        code = self._server.returncode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        reason = self.reason()
-        return f"vLLM {how}{f': {reason}' if reason else ''}; its log is {self.log}"
-
     def reason(self) -> str:
         """Return the first error in the log that no other error caused, shortened; "" without any."""
-        with open(self.log, "rb") as file:
+        with open(self._log, "rb") as file:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             errors = _ERROR.findall(file.read().decode(errors="replace"))
         causes = [error for error in errors if not _CONSEQUENCES.search(error)]
         return " ".join((causes or errors or [""])[0].split())[:300]
 
     def end(self, reason: str = "") -> None:
-        """End the server and every process below it, for `reason`. Any number of times, from any thread."""
+        """End the server and every process below it, for `reason`. Any number of times."""
         with self._lock:
             if not self._has_group:
                 return
@@ -130,6 +145,23 @@ class VllmProcess:
             self._guard.kill()
             self._guard.communicate()
 
+    def _request(self, method: str, path: str, seconds: float | None, json: object = None) -> requests.Response:
+        """Send a request. Raises requests.RequestException, also if the server is silent for `seconds`."""
+        with requests.Session() as session:
+            session.trust_env = False  # no proxy stands between this machine and itself
+            # A connection is for one request: vLLM closes what is idle for 5 s, perhaps while the next one is sent.
+            session.headers["Connection"] = "close"
+            return session.request(method, self._url + path, json=json, timeout=(10.0, seconds))
+
+    def _describe_end(self) -> str:
+        """Return how the server ended and why, from the reason of `end` or the log."""
+        code, why = self._server.returncode, self._ended_by_us
+        if not why:
+            reason = self.reason()
+            why = f"vLLM was killed by signal {-code}" if code < 0 else f"vLLM ended with code {code}"
+            why += f": {reason}" if reason else ""
+        return f"{why}; its log is {self._log}"
+
 
 def _is_running(group: int) -> bool:
     """Tell whether a process of a group runs. Zombies do not; a container may keep them for ever."""
@@ -139,54 +171,6 @@ def _is_running(group: int) -> bool:
             if int(process_group) == group and state != "Z":
                 return True
     return False
-
-
-ADMIN_SECONDS = 900.0  # seconds for what may read a large model's weights from a slow disk
-
-
-class VllmClient:
-    """HTTP to vLLM's server. A request that is not answered with 200 raises EngineError. Any thread may call it."""
-
-    def __init__(self, process: VllmProcess):
-        self.process = process
-
-    def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object of an answer, as `post` does."""
-        return _json(path, self.send("GET", path))
-
-    def post(self, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> dict[str, Any]:
-        """Return the JSON object of an answer; empty without a body. Waits for ever if `seconds` is None."""
-        return _json(path, self.send("POST", path, body, seconds))
-
-    def send(self, method: str, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> bytes:
-        """Return the body of an answer, which need not be JSON."""
-        try:
-            answer = self.process.request(method, path, seconds, body)
-        except requests.RequestException as error:
-            raise EngineError(self._describe(f"{path}: {type(error).__name__}")) from error
-        if answer.status_code != 200:
-            text = " ".join(answer.text.split())[:300]
-            raise EngineError(self._describe(f"{path}: vLLM answered {answer.status_code}: {text}"))
-        return answer.content
-
-    def count_tokens(self) -> float | None:
-        """Return how many tokens the server has read and drawn; None if it does not answer.
-
-        NaN, which differs from itself, if it does not count them (--disable-log-stats).
-        """
-        try:
-            lines = self.process.request("GET", "/metrics", seconds=10.0).text.splitlines()
-        except requests.RequestException:
-            return None
-        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
-        counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(names)]
-        return sum(counts) if counts else math.nan
-
-    def _describe(self, failure: str) -> str:
-        """Return why a request failed: the end of the server, if it has ended or just ends, else `failure`."""
-        if self.process.has_ended(3.0):
-            return self.process.describe_end()
-        return f"{failure}; its log is {self.process.log}"
 
 
 @contextmanager

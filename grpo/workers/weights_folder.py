@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from grpo.client.server_errors import FileFailure, ServerError
@@ -23,7 +24,6 @@ from grpo.config.errors import ConfigError
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import DeltaError, apply_delta, sha256_of
 from grpo.pool.protocol import ADAPTER, RunInfo, Version
-from grpo.wire.tensors import Entry, data_begins, read_header
 from grpo.workers.engine import WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ WEIGHTS = "model.safetensors"
 ADAPTER_WEIGHTS = f"{ADAPTER}/adapter_model.safetensors"
 _MOST_DELTAS = 8  # instead of a whole file; each is less than half of it, and mostly a small part
 _TRIES = 3
-_LONGEST_HEADER = 16 << 20
-_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _Value = TypeVar("_Value")
 
 
@@ -52,19 +50,17 @@ class ModelFolder:
         """SHA-256 of the weights in the folder; "" without any"""
 
     def bring_model(self, run: RunInfo) -> None:
-        """Fetch the files that all versions share, and delete all others but `model.safetensors`. Raises as `bring`."""
+        """Fetch what all versions share: the folder's other files, in place of those there, and an adapter's base.
+
+        Raises as `bring`.
+        """
+        self._try_again(lambda: self._bring_model(run))
+
+    def _bring_model(self, run: RunInfo) -> None:
         packed = self._folder / "model_files"
-
-        def bring() -> None:
-            self._fetch(run.model_files, packed)
-            self._unpack(packed)
-
-        self._try_again(bring)
-        if run.base_weights is not None:
-            self._bring_base(run.base_weights)
-
-    def _unpack(self, packed: Path) -> None:
+        self._fetch(run.model_files, packed)
         files = load_file(packed)
+        packed.unlink()
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or str(path) in (WEIGHTS, ADAPTER_WEIGHTS):
@@ -78,15 +74,10 @@ class ModelFolder:
             path = self.path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.tobytes())
-        packed.unlink()
-
-    def _bring_base(self, sha256: str) -> None:
-        """Fetch the weights under an adapter, unless the folder has them; from now on versions are the adapter's."""
-        if self.sha256 != sha256:
-            began = time.monotonic()
-            read = self._try_again(lambda: self._fetch_whole(sha256))
-            log.info("the weights under the adapter: %s in %.1f s", _size(read), time.monotonic() - began)
-        self._weights, self.sha256 = self.path / ADAPTER_WEIGHTS, ""
+        if run.base_weights is not None:
+            if self.sha256 != run.base_weights:
+                self._fetch_whole(run.base_weights)
+            self._weights, self.sha256 = self.path / ADAPTER_WEIGHTS, ""  # from now on versions are the adapter's
 
     def bring(self, number: int, sha256: str) -> Version | None:
         """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
@@ -99,33 +90,28 @@ class ModelFolder:
             version = versions.get(number)
             if version is None or version.sha256 != sha256:
                 return None
-            began = time.monotonic()
-            read, way = self._bring(version, versions)
-            if way:
-                log.info("version %d: %s in %.1f s, %s", number, _size(read), time.monotonic() - began, way)
+            began, read = time.monotonic(), self._bring(version, versions)
+            log.info("version %d: %.1f MB in %.1f s", number, read / 1e6, time.monotonic() - began)
             return version
 
         return self._try_again(bring)
 
-    def _bring(self, target: Version, versions: dict[int, Version]) -> tuple[int, str]:
-        """Bring the weights of a version; return the fetched bytes, and how they came: "" if none were needed."""
+    def _bring(self, target: Version, versions: dict[int, Version]) -> int:
+        """Bring the weights of a version; return the fetched bytes."""
         start, deltas = _chain(target, versions, lambda version: version.sha256 == self.sha256)
         if start is None or len(deltas) > _MOST_DELTAS:
             start, deltas = _chain(target, versions, lambda version: version.whole)
             if start is None:
                 raise FileFailure(f"has no whole file from which deltas lead to version {target.version}")
-        read, way = 0, []
+        read, delta = 0, self._folder / "delta"
         if start.sha256 != self.sha256:
-            read, way = self._fetch_whole(start.sha256), ["whole"]
-        delta = self._folder / "delta"
+            read = self._fetch_whole(start.sha256)
         for version in deltas:
             read += self._fetch(version.delta, delta)
-            apply_delta(self._weights, delta, self._weights, self.sha256, version.sha256)
+            apply_delta(self._weights, delta, self._weights, version.sha256)
             self.sha256 = version.sha256
             delta.unlink()
-        if deltas:
-            way.append("1 delta" if len(deltas) == 1 else f"{len(deltas)} deltas")
-        return read, " and ".join(way)
+        return read
 
     def _fetch_whole(self, sha256: str) -> int:
         """Fetch a file in the place of the weights; return its bytes."""
@@ -173,7 +159,7 @@ def _chain(
     version: Version | None = target
     while version is not None and not is_start(version):
         deltas.append(version)
-        version = versions.get(version.base) if len(deltas) <= len(versions) else None
+        version = versions.get(version.base)  # an older one: the pool takes no others
     return version, deltas[::-1]
 
 
@@ -182,21 +168,19 @@ def versions_file(run: RunInfo, folder: Path) -> Path:
     return folder / (WEIGHTS if run.base_weights is None else ADAPTER_WEIGHTS)
 
 
-def read_tensors(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file. Raises OSError, and HeaderError if it is not whole."""
-    with open(path, "rb") as file:
-        size = path.stat().st_size
-        begins = data_begins(file.read(8), size, _LONGEST_HEADER)
-        return read_header(file.read(begins - 8), size, _WIDTHS)[0]
+def read_tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return dtype and shape of each tensor of a safetensors file. Raises OSError, SafetensorError if it is not whole.
 
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.0f} MB" if count >= 10e6 else f"{count / 1e3:,.0f} kB"
+    Dtypes are as safetensors names them: F32.
+    """
+    with safe_open(path, framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
 
 
 def dtype_of(folder: Path) -> str:
-    """Return the dtype of most of a model folder's weights, as safetensors names it: F32."""
-    dtypes = [entry.dtype for entry in read_tensors(folder / WEIGHTS).values()]
+    """Return the dtype of most of a model folder's weights."""
+    dtypes = [dtype for dtype, _ in read_tensors(folder / WEIGHTS).values()]
     return max(dtypes, key=dtypes.count)
 
 

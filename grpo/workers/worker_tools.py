@@ -76,18 +76,10 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools 
 
 def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
     """Raise ConfigError if a worker's tools and environment differ from the run's."""
-    wanted = run.turns
-    field = "tools" if config.tools else "environment"
-    if found.tools != wanted.tools:
-        what = f"the model may call {_listed(found.tools)}, and in run {run.name} {_listed(wanted.tools)}"
-    elif found.schemas != wanted.schemas:
-        what = f"{_listed(found.tools)} have other schemas (type hints and docstrings) than in run {run.name}"
-    elif found.rewards != wanted.rewards:
-        what = f"it gives {_listed(found.rewards)} as rewards, and in run {run.name} {_listed(wanted.rewards)}"
-    else:
-        return
-    raise ConfigError(f"{field}={getattr(config, field)!r}: {what}: take the files that the trainer has")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "nothing"
+    ours, runs = ((tools.tools, tools.schemas, tools.rewards) for tools in (found, run.turns))
+    if ours != runs:
+        field = "tools" if config.tools else "environment"
+        raise ConfigError(
+            f"{field}={getattr(config, field)!r}: functions, SHA-256 of their schemas (type hints and docstrings) and "
+            f"rewards are {ours}, and in run {run.name} {runs}: take the files that the trainer has"
+        )

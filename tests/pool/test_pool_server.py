@@ -264,11 +264,11 @@ def test_a_worker_loses_its_leases_when_it_is_silent_and_not_while_it_waits(begu
 def test_who_waits_is_let_go_when_the_client_goes_the_server_ends_or_too_many_wait(begun):
     ask = lambda **rest: begun.post("groups", json.dumps({"groups": [[0, 0]], "wait": 30}).encode(), **rest)  # noqa: E731
     assert ask(is_gone=lambda: True).refusal[:2] == (499, "client_gone")
-    begun.service._waiting_threads = threading.Semaphore(0)
+    begun.service.waiting_threads = threading.Semaphore(0)
     answer = ask()
     assert answer.refusal[:2] == (503, "busy") and answer.headers["Retry-After"] == "1"
     assert begun.lease(wait=30) == TASKS[:1]  # nobody needs to wait for that
-    begun.service._waiting_threads = threading.Semaphore(1)
+    begun.service.waiting_threads = threading.Semaphore(1)
     with later(lambda: (begun.service.change_info(status="draining"), begun.service.drain(1))):
         answer = ask()
         assert answer.refusal[:2] == (503, "draining") and answer.headers["Retry-After"] == "2"
@@ -338,7 +338,10 @@ def test_what_replaced_weights_drew_is_not_wanted_where_the_pool_has_forgotten_i
 
 def test_a_result_names_the_weights_that_drew_it(begun):
     of_older_release = begun.post("results", encode_drawn([drawn(TASKS[0])]), worker="w").refusal
-    assert of_older_release[:2] == (400, "malformed") and "has no weights as JSON: update the worker" in of_older_release[2]
+    assert (
+        of_older_release[:2] == (400, "malformed")
+        and "has no weights as JSON: update the worker" in of_older_release[2]
+    )
     refusal = begun.results(drawn(TASKS[0]), weights={1: begun.weights[0]}).refusal
     assert refusal == (400, "malformed", "weights in the metadata: version 0 is missing")
     for weights_sent in ("[1]", "{", '[["0", 5]]', '[[0, "f"]]', "[" * 10**5):

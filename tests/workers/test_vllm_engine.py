@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import pytest
 import torch
 from adapters import by_hand, write_adapter
 from conftest import ENVIRONMENT, REPOSITORY
+from pools import distances, score
 from processes import left_of
 from safetensors.torch import load_file, save_file
 from scripted_turns import Scripted
@@ -29,13 +29,11 @@ from servers import wait_until
 from stored import TURNS
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
-from grpo.model.logprobs import token_logprobs
-from grpo.model.packing import Batcher
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, check_drawn
 from grpo.wire.tool_outcomes import cut_segments
-from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_engine import SERVER, VllmEngine
+from grpo.workers.vllm_process import VllmServer
 from grpo.workers.worker_tools import WorkerTools
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
@@ -48,19 +46,24 @@ PROMPTS = [PROMPT, LONG_PROMPT[:150]]
 EOS = [2, *range(100, 130)]  # random weights find one of so many soon
 
 
+def save_model(model: PreTrainedModel, tokenizer, folder: Path, is_tied: bool = False) -> Path:
+    """Save a model that vLLM knows on a CPU: heads of 32 numbers, and random weights."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.tie_word_embeddings = is_tied
+    config.num_attention_heads = config.num_key_value_heads = 2
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def folders(model, tokenizer, tmp_path_factory) -> dict[str, Path]:
     """Model folders with tied and with untied heads, each with two versions of the weights, and one broken in two."""
     made = {}
-    for kind in ("tied", "untied"):
-        for version in (0, 1):
-            torch.manual_seed(version)
-            config = type(model.config).from_dict(model.config.to_dict())
-            config.tie_word_embeddings = kind == "tied"
-            config.num_attention_heads = config.num_key_value_heads = 2  # of 32 numbers: vLLM on a CPU knows no 16
-            made[f"{kind}{version}"] = folder = tmp_path_factory.mktemp(f"{kind}{version}")
-            Qwen2ForCausalLM(config).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+    for kind, version in itertools.product(("tied", "untied"), (0, 1)):
+        torch.manual_seed(version)
+        name = f"{kind}{version}"
+        made[name] = save_model(model, tokenizer, tmp_path_factory.mktemp(name), kind == "tied")
     made["cut"] = shutil.copytree(made["untied1"], tmp_path_factory.mktemp("cut") / "model")
     os.truncate(made["cut"] / "model.safetensors", 100_000)
     return made
@@ -115,23 +118,11 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def scored(folder: Path, prompt: list[int], completions: list[list[int]], temperature: float) -> list[list[float]]:
-    batch = Batcher(0, 0).make([(prompt, ids) for ids in completions], "cpu")
-    with torch.no_grad():
-        values = token_logprobs(load(folder), batch, temperature)[0]
-    return [part.tolist() for part in values.split([len(ids) for ids in completions])]
-
-
-def difference(values: list[list[float]], others: list[list[float]]) -> float:
-    return max(abs(a - b) for x, y in zip(values, others, strict=True) for a, b in zip(x, y, strict=True))
-
-
-def probe() -> Probe:
-    return Probe(PROMPT, LONG_PROMPT[:64], [0.0] * 64)
-
-
 def distance_of_probe(engine: VllmEngine, folder: Path) -> float:
-    return difference([engine.logprobs(probe())], scored(folder, PROMPT, [probe().completion_ids], 1.0))
+    ids = LONG_PROMPT[:64]
+    (expected,) = score(load(folder), PROMPT, [ids], 1.0)
+    values = engine.logprobs(Probe(PROMPT, ids, [0.0] * 64))
+    return max(abs(a - b) for a, b in zip(values, expected, strict=True))
 
 
 def distance_of_draw(engine: VllmEngine, run: RunInfo, folder: Path, version: int, prompt=LONG_PROMPT) -> float:
@@ -139,14 +130,7 @@ def distance_of_draw(engine: VllmEngine, run: RunInfo, folder: Path, version: in
     drawn = engine.draw(task)
     check_drawn(drawn, run, task)
     assert drawn.key == task.key
-    return difference(drawn.logprobs, scored(folder, prompt, drawn.completions, run.temperature))
-
-
-def test_completions_are_the_runs_and_their_logprobs_ours(engine, run, folders):
-    engine.load(folders["untied0"], 3)
-    for prompt in (PROMPT, LONG_PROMPT):
-        assert distance_of_draw(engine, run, folders["untied0"], 3, prompt) < 1e-4
-    assert engine.card and engine.capacity == 64
+    return max(distances(task, drawn, run.temperature, {version: load(folder)}))
 
 
 def test_a_completion_ends_with_any_eos_or_at_the_largest_length(engine, run):
@@ -159,23 +143,15 @@ def test_a_completion_ends_with_any_eos_or_at_the_largest_length(engine, run):
     assert any(len(ids) == run.max_completion_length for ids in completions)
 
 
-def test_groups_are_drawn_at_the_same_time(engine, run, folders):
-    engine.load(folders["untied0"], 0)
-    tasks = [Task(group, 0, 0, [*PROMPT, group]) for group in range(4)]
-    with ThreadPoolExecutor(4) as threads:
-        groups = [*threads.map(engine.draw, tasks)]
-    for task, group in zip(tasks, groups, strict=True):
-        expected = scored(folders["untied0"], task.prompt_ids, group.completions, run.temperature)
-        assert difference(group.logprobs, expected) < 1e-4
-
-
 def test_new_weights_are_drawn_from_also_after_a_prompt_that_the_old_ones_have_read(engine, run, folders):
+    assert engine.card and engine.capacity == 64
     engine.load(folders["untied0"], 0)
-    for version, name in enumerate(("untied1", "untied0", "untied1"), start=1):
-        assert distance_of_draw(engine, run, folders[name], version - 1) > 0.1  # the old ones
-        engine.load(folders[name], version)
-        assert distance_of_probe(engine, folders[name]) < 1e-4
-        assert distance_of_draw(engine, run, folders[name], version) < 1e-4
+    for version, (old, new) in enumerate([("untied0", "untied1"), ("untied1", "untied0")] * 2, start=1):
+        prompt = PROMPT if version == 4 else LONG_PROMPT
+        assert distance_of_draw(engine, run, folders[new], version - 1, prompt) > 0.1  # the old ones
+        engine.load(folders[new], version)
+        assert distance_of_probe(engine, folders[new]) < 1e-4 < 0.1 < distance_of_probe(engine, folders[old])
+        assert distance_of_draw(engine, run, folders[new], version, prompt) < 1e-4
 
 
 def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_token(
@@ -184,28 +160,24 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
     """What a completion that runs has read is read anew: its log-probs are those of the version of each token."""
     length = 120 if "fake" in request.node.callspec.params.values() else 300
     long_run = dataclasses.replace(run, eos_token_ids=[], max_completion_length=length, in_flight_weight_updates=True)
-    monkeypatch.setattr(engine, "_run", long_run)
+    monkeypatch.setattr(engine, "run", long_run)
     engine.load(folders["untied0"], 5)
-    before = engine._server.count_tokens() + sum(map(len, PROMPTS)) + 20
+    tasks = [Task(group, 0, 5, prompt) for group, prompt in enumerate(PROMPTS)]
+    before = engine.server.count_tokens() + sum(map(len, PROMPTS)) + 20
     with ThreadPoolExecutor(2) as threads:
-        drawing = [threads.submit(engine.draw, Task(group, 0, 5, prompt)) for group, prompt in enumerate(PROMPTS)]
-        wait_until(lambda: engine._server.count_tokens() > before)
+        drawing = [threads.submit(engine.draw, task) for task in tasks]
+        wait_until(lambda: engine.server.count_tokens() > before)
         engine.load(folders["untied1"], 7)
         assert distance_of_probe(engine, folders["untied1"]) < 1e-4
         was_proved_in_flight = not any(group.done() for group in drawing)
         groups = [group.result() for group in drawing]
     assert was_proved_in_flight or length == 300  # vLLM may draw them to their end before it answers
-    for task, group in zip((Task(group, 0, 5, prompt) for group, prompt in enumerate(PROMPTS)), groups, strict=True):
+    for task, group in zip(tasks, groups, strict=True):
         check_drawn(group, long_run, task)
-        by_version = {
-            5: scored(folders["untied0"], task.prompt_ids, group.completions, run.temperature),
-            7: scored(folders["untied1"], task.prompt_ids, group.completions, run.temperature),
-        }
-        for row, (drawn, versions) in enumerate(zip(group.logprobs, group.versions, strict=True)):
-            assert {*versions} == {5, 7}
-            expected = [by_version[version][row][place] for place, version in enumerate(versions)]
-            others = [by_version[12 - version][row][place] for place, version in enumerate(versions)]
-            assert difference([drawn], [expected]) < 1e-4 < 0.1 < difference([drawn], [others])
+        old, new = load(folders["untied0"]), load(folders["untied1"])
+        assert all({*versions} == {5, 7} for versions in group.versions)
+        assert max(distances(task, group, run.temperature, {5: old, 7: new})) < 1e-4
+        assert min(distances(task, group, run.temperature, {5: new, 7: old})) > 0.1
 
 
 def reply(drawn: list[int], turn: int) -> list[int] | None:
@@ -216,14 +188,11 @@ def reply(drawn: list[int], turn: int) -> list[int] | None:
 def check_in_turns(task: Task, group: GroupResult, run: RunInfo, folders: list[Path]) -> int:
     """Hold what was drawn of a task against plain transformers, with the folder of each token's version."""
     check_drawn(group, run, task)
-    by_version = [scored(folder, task.prompt_ids, group.completions, run.temperature) for folder in folders]
-    for row, (ids, mask, versions) in enumerate(zip(group.completions, group.drawn, group.versions, strict=True)):
+    assert max(distances(task, group, run.temperature, dict(enumerate(map(load, folders))))) < 1e-4
+    for ids, mask in zip(group.completions, group.drawn, strict=True):
         parts = cut_segments(ids, mask)
         for turn, ((_, segment), (_, answer)) in enumerate(zip(parts[:-1:2], parts[1::2], strict=True)):
             assert answer == reply(segment, turn)
-        for place, is_drawn in enumerate(mask):
-            if is_drawn:
-                assert abs(by_version[versions[place]][row][place] - group.logprobs[row][place]) < 1e-4
     return sum(not is_drawn for mask in group.drawn for is_drawn in mask)
 
 
@@ -232,8 +201,8 @@ def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, 
     with_turns = dataclasses.replace(
         run, turns=TURNS, in_flight_weight_updates=True, num_generations=8, max_completion_length=60
     )
-    monkeypatch.setattr(engine, "_run", with_turns)
-    monkeypatch.setattr(engine, "_turns", WorkerTools(turns, tokenizer))
+    monkeypatch.setattr(engine, "run", with_turns)
+    monkeypatch.setattr(engine, "turns", WorkerTools(turns, tokenizer))
     engine.load(folders["untied0"], 0)
     tasks = [Task(group, 0, 0, prompt) for group, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(2) as threads:
@@ -255,11 +224,6 @@ def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run,
     check_in_turns(task, engine.draw(task), with_turns, [folders["untied0"]])
     assert turns.dialogues[0].answered
     engine.close()
-
-
-def test_the_probe_tells_versions_apart(engine, folders):
-    engine.load(folders["untied1"], 1)
-    assert distance_of_probe(engine, folders["untied0"]) > 0.1
 
 
 @pytest.mark.parametrize("name", ["cut", "tied1", "nowhere"])
@@ -330,26 +294,22 @@ def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fak
         make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder, 0)
 
 
-def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
+def test_a_killed_engine_says_so_and_starts_again(make, run, folders, request):
     engine, others = make(), {*psutil.Process().children()}  # a test before left an engine with the same folder
     engine.start(run, folders["untied0"], 0)
     [server] = [child for child in {*psutil.Process().children()} - others if "--port" in child.cmdline()]
     members = [server.pid, *(child.pid for child in server.children(recursive=True))]
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in members)
     segments = {Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
-    assert bool(segments) == (engine._command[0] == VLLM_PYTHON)
-    long_run = dataclasses.replace(run, num_generations=64, eos_token_ids=[0], max_completion_length=400)
-    engine._run = long_run
+    assert bool(segments) == ("vllm" in request.node.callspec.params.values())
+    engine.run = dataclasses.replace(run, num_generations=64, eos_token_ids=[0], max_completion_length=400)
     threading.Timer(0.3, server.kill).start()
     with pytest.raises(EngineError, match=r"^vLLM was killed by signal 9; its log is .*vllm\.log$"):
         while True:
             engine.draw(Task(0, 0, 0, PROMPT))
     engine.close()
     assert not left_of(members)
-    deadline = time.monotonic() + 5
-    while (left := [path for path in segments if path.exists()]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left  # hundreds of MB for each start otherwise
+    wait_until(lambda: not any(path.exists() for path in segments))  # hundreds of MB for each start otherwise
     engine.start(run, folders["untied1"], 1)
     assert distance_of_draw(engine, run, folders["untied1"], 1) < 1e-4
     engine.close()
@@ -412,19 +372,16 @@ def test_whatever_vllm_started_ends_with_a_killed_worker(tmp_path):
 import sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 from pathlib import Path
-from grpo.workers.vllm_process import VllmProcess
-process = VllmProcess(["sh", "-c", "sleep 1000 & sleep 1000; exit 3", "sh"], {{"PATH": "/usr/bin:/bin"}}, Path("log"))
+from grpo.workers.vllm_process import VllmServer
+server = VllmServer(["sh", "-c", "sleep 1000 & sleep 1000; exit 3", "sh"], {{"PATH": "/usr/bin:/bin"}}, Path("log"))
 print("started", flush=True)
 time.sleep(1000)
 """
     worker = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert worker.stdout.readline() == "started\n"
-    below, deadline = [], time.monotonic() + 10
-    while [child.name() for child in below].count("sleep") < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-        below = psutil.Process(worker.pid).children(recursive=True)
-    sleeping = [child.pid for child in below if child.name() == "sleep"]
-    assert len(sleeping) == 2
+    below = lambda: psutil.Process(worker.pid).children(recursive=True)  # noqa: E731
+    wait_until(lambda: [child.name() for child in below()].count("sleep") == 2)
+    sleeping = [child.pid for child in below() if child.name() == "sleep"]
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
     assert not left_of(sleeping)
@@ -433,8 +390,6 @@ time.sleep(1000)
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
-        ("", ""),
-        ("INFO 11-23 02:50:35 [a.py:1] ready\n", ""),
         ("(APIServer pid=1) WARNING 11-23 02:50:33 [base.py:380] ValueError: no tokenizer\n", ""),
         ("api_server.py: error: unrecognized arguments: --mad\n", "error: unrecognized arguments: --mad"),
         (
@@ -448,8 +403,8 @@ time.sleep(1000)
 def test_the_reason_is_the_logs_first_error_that_is_no_consequence(log, reason, tmp_path):
     path = tmp_path / "log"
     path.write_text("ValueError: of an earlier start\n")
-    process = vllm_process.VllmProcess(["sh", "-c", 'printf "%s" "$0"; exit 1', log], os.environ, path)
-    assert process.has_ended(10)
-    assert process.reason() == reason
-    process.end()
-    process.end()
+    server = VllmServer(["sh", "-c", 'printf "%s" "$0"; exit 1', log], os.environ, path)
+    assert server.has_ended(10)
+    assert server.reason() == reason
+    server.end()
+    server.end()

@@ -4,10 +4,8 @@ VLLM_PYTHON names the interpreter of an environment with vLLM (`make test-vllm`)
 """
 
 import copy
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from conftest import ENVIRONMENT, REPOSITORY
-from pools import Trainer, running_pool
+from pools import Trainer, distances, running_pool
 from processes import left_of
 from servers import wait_until
+from test_vllm_engine import FAKE, ON_CPU, VLLM_PYTHON, save_model
 from trainer_runs import options, run_ranks, timeless
-from transformers import Qwen2ForCausalLM
 
 from grpo.config.programs import WorkerConfig
-from grpo.model.logprobs import token_logprobs
-from grpo.model.packing import Batcher
 from grpo.pool.client import PoolClient
 from grpo.pool.protocol import Task
 from grpo.workers import loop
@@ -33,9 +28,6 @@ from grpo.workers.loop import GenerationWorker
 from grpo.workers.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
-ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-FAKE = [sys.executable, str(REPOSITORY / "tests/fake_vllm.py")]
 
 
 @pytest.fixture
@@ -70,14 +62,8 @@ def running(pool, folder: Path, fault: str) -> Iterator[VllmEngine]:
 
 def distance(trainer: Trainer, tasks: list[Task], seconds: float) -> float:
     """Wait for what workers draw; return the largest difference of its log-probs from the trainer's."""
-    largest = 0.0
-    for task, group in zip(tasks, trainer.wait(tasks, seconds), strict=True):
-        batch = Batcher(0, 0).make([(task.prompt_ids, ids) for ids in group.completions], "cpu")
-        with torch.no_grad():
-            expected = token_logprobs(trainer.model, batch, trainer.run.temperature)[0]
-        drawn = torch.tensor([value for row in group.logprobs for value in row])
-        largest = max(largest, (drawn - expected).abs().max().item())
-    return largest
+    groups, policies = trainer.wait(tasks, seconds), {tasks[0].version: trainer.model}
+    return max(max(distances(*pair, trainer.run.temperature, policies)) for pair in zip(tasks, groups, strict=True))
 
 
 def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, model_folder, folders):
@@ -105,30 +91,12 @@ def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
         trainer.publish(1, whole=False, delta=True)
         policies.append(trainer.model)
         groups = trainer.wait(tasks)
-    changed = 0
     for task, group in zip(tasks, groups, strict=True):
-        batch = Batcher(0, 0).make([(task.prompt_ids, ids) for ids in group.completions], "cpu")
-        with torch.no_grad():
-            by_version = torch.stack([token_logprobs(policy, batch, trainer.run.temperature)[0] for policy in policies])
-        versions = torch.tensor([version for row in group.versions for version in row])
-        drawn = torch.tensor([value for row in group.logprobs for value in row])
-        assert (by_version[versions, range(len(versions))] - drawn).abs().max() < 1e-4
-        changed += sum({*row} == {0, 1} for row in group.versions)
-    assert changed > 0
+        assert max(distances(task, group, trainer.run.temperature, dict(enumerate(policies)))) < 1e-4
+    assert any({*row} == {0, 1} for group in groups for row in group.versions)
 
 
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no environment with vLLM")
-
-
-@pytest.fixture
-def policy(model, tokenizer, tmp_path) -> Path:
-    """A model that vLLM knows on a CPU, heads of 32 numbers, and whose head it reloads there: not tied."""
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.num_attention_heads = config.num_key_value_heads = 2
-    config.tie_word_embeddings = False
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "policy")
-    tokenizer.save_pretrained(tmp_path / "policy")
-    return tmp_path / "policy"
 
 
 @contextmanager
@@ -155,8 +123,9 @@ def drawing(url: str, folder: Path) -> Iterator[subprocess.Popen]:
 
 
 @needs_vllm
-def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, policy, tmp_path):
+def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, model, tokenizer, tmp_path):
     (tmp_path / "trainer").mkdir()
+    policy = save_model(model, tokenizer, tmp_path / "policy")
     trainer = Trainer(PoolClient(pool.url), policy, tmp_path / "trainer", temperature=1.0)
     with drawing(pool.url, tmp_path) as worker:
         for version in range(3):
@@ -171,8 +140,9 @@ def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, policy, 
 
 
 @needs_vllm
-def test_a_run_trains_on_what_vllm_draws(pool, policy, data_folder, letters, tmp_path):
+def test_a_run_trains_on_what_vllm_draws(pool, model, tokenizer, data_folder, letters, tmp_path):
     """At each of 20 steps vLLM has the policy of that step: its log-probs are the trainer's."""
+    policy = save_model(model, tokenizer, tmp_path / "policy")
     settings = {"max_steps": 20, "save_steps": 0, "eval_steps": 0, "beta": 0, "report_to": "none", "temperature": 0.9}
     words = options(policy, data_folder, tmp_path / "run", sampler="pool", pool=pool.url, **settings)
     with drawing(pool.url, tmp_path):

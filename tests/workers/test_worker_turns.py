@@ -37,11 +37,20 @@ def worker(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("served", "settings"),
+    [
+        (PLAIN, {}),
+        (run(["add"]), {"tools": ["{file}:add"]}),
+        (run(["add", "guess"], "a.py:Guess"), {"environment": "{file}:Guess"}),  # the tools are compared later
+    ],
+)
+def test_a_worker_with_what_the_run_has_is_taken(worker, served, settings):
+    check_given(worker(**settings), served)
+
+
+@pytest.mark.parametrize(
     ("served", "settings", "says"),
     [
-        (PLAIN, {}, None),
-        (run(["add"]), {"tools": ["{file}:add"]}, None),
-        (run(["add", "guess"], "a.py:Guess"), {"environment": "{file}:Guess"}, None),  # the tools are compared later
         (PLAIN, {"tools": ["{file}:add"]}, r"^tools=\['.*own.py:add'\]: run runs/a has none: leave them out$"),
         (PLAIN, {"environment": "{file}:Guess"}, r"^environment='.*': that of run runs/a is None: leave it out$"),
         (run(["add", "mul"]), {}, r"^tools=\[\]: run runs/a has add, mul: name their files, as the trainer does$"),
@@ -51,45 +60,27 @@ def worker(tmp_path):
             {"environment": "{file}:Other"},
             r"^environment='.*:Other': that of run runs/a is Guess",
         ),
-        (
-            run(["add"]),
-            {"tools": ["{file}:add"], "environment": "{file}:Guess"},
-            r"^environment='.*': .*: leave it out$",
-        ),
     ],
 )
 def test_a_worker_without_what_the_run_has_is_refused_before_anything_is_fetched(worker, served, settings, says):
-    if says is None:
-        check_given(worker(**settings), served)
-        return
     with pytest.raises(ConfigError, match=says):
         check_given(worker(**settings), served)
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    "found",
     [
-        (RunTools.of([schema("add")], None, [], **DEFAULTS), None),
-        (
-            RunTools.of([schema("mul")], None, [], **DEFAULTS),
-            r"^tools=\['.*'\]: the model may call mul, and in run runs/a add: take the files that the trainer has$",
-        ),
-        (
-            RunTools.of([schema("add", "Do that.")], None, [], **DEFAULTS),
-            r"^tools=\['.*'\]: add have other schemas \(type hints and docstrings\) than in run runs/a: take the files",
-        ),
-        (
-            RunTools.of([schema("add")], None, ["Guess"], **DEFAULTS),
-            r"^tools=\['.*'\]: it gives Guess as rewards, and in run runs/a nothing: take the files",
-        ),
+        RunTools.of([schema("mul")], None, [], **DEFAULTS),
+        RunTools.of([schema("add", "Do that.")], None, [], **DEFAULTS),
+        RunTools.of([schema("add")], None, ["Guess"], **DEFAULTS),
     ],
 )
-def test_functions_that_the_model_was_told_otherwise_of_are_refused(worker, found, says):
+def test_functions_that_the_model_was_told_otherwise_of_are_refused(worker, found):
     config, served = worker(tools=["{file}:add"]), run(["add"])
-    if says is None:
-        check_found(config, served, found)
-        return
-    with pytest.raises(ConfigError, match=says):
+    check_found(config, served, served.turns)
+    with pytest.raises(
+        ConfigError, match=r"^tools=\['.*'\]: .* in run runs/a .*: take the files that the trainer has$"
+    ):
         check_found(config, served, found)
 
 
