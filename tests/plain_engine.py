@@ -19,19 +19,12 @@ class PlainEngine:
     def __init__(self, capacity: int = 1, loads_in_flight: bool = False):
         self.capacity, self.loads_in_flight = capacity, loads_in_flight
         self.calls: list[str] = []
-        self.weights: list[str] = []
-        """SHA-256 of the weights of each start and load"""
-        self.failing = 0
-        """draws that are still to fail"""
-        self.wrong_logprobs = 0
-        """probes that are still to get the log-probs of other weights"""
-        self.copies: int | None = None
-        """completions of a group, where they are not to be the run's"""
-        self.go = threading.Event()
-        """cleared, it holds every draw until `close`"""
+        self.weights: list[str] = []  # SHA-256 of the weights of each start and load
+        self.failing = 0  # draws that are still to fail
+        self.wrong_logprobs = 0  # probes that are still to get the log-probs of other weights
+        self.copies: int | None = None  # completions of a group, where they are not to be the run's
+        self.go, self.prove = threading.Event(), threading.Event()  # cleared, they hold draws until `close`, and probes
         self.go.set()
-        self.prove = threading.Event()
-        """cleared, it holds every probe"""
         self.prove.set()
         self.most_at_a_time = self.draws = self.drawing = 0
         self._lock = threading.Lock()

@@ -68,6 +68,7 @@ class Trainer:
 
     def __init__(self, client: PoolClient, model_folder: Path, folder: Path, **changes):
         """`changes` are fields of RunInfo."""
+        folder.mkdir(exist_ok=True)
         self.client, self.folder, self.number = client, folder, -1
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model_folder)

@@ -119,7 +119,7 @@ class PoolService(Service):
         run = self.store.run()
         with self._storing:
             groups, weights = decode_results(body)
-            replaced = {number for number, sha256 in weights if self.store.weights_of(number) != sha256}
+            replaced = {number for number, sha256 in weights if self.store.find_version(number)[0] != sha256}
             answers, wanted = [], {}
             for drawn in groups:
                 task, result = self.store.find_task(drawn.key)

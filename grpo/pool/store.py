@@ -170,7 +170,7 @@ class Store:
         Raises ProtocolError, 409, if a file is missing.
         """
         with self._database.transaction():
-            weights, known = self._find_version(version.version)
+            weights, known = self.find_version(version.version)
             is_other = weights not in (None, version.sha256)
             if known is not None and not is_other and (known.whole or not version.whole):
                 return []
@@ -202,11 +202,7 @@ class Store:
         rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE info IS NOT NULL ORDER BY version")
         return [_version(info) for _, _, info in rows]
 
-    def weights_of(self, number: int) -> str | None:
-        """Return the SHA-256 of a version's weights, also of a dropped version; None for an unknown one."""
-        return self._find_version(number)[0]
-
-    def _find_version(self, number: int) -> tuple[str | None, Version | None]:
+    def find_version(self, number: int) -> tuple[str | None, Version | None]:
         """Return the SHA-256 of a version's weights, and the version, which is None once it was dropped."""
         rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number)
         return (rows[0][1], rows[0][2] and _version(rows[0][2])) if rows else (None, None)
@@ -233,7 +229,7 @@ class Store:
                 raise ProtocolError(409, "missing_file", f"file {sha256} of version {version.version} is not here")
         if version.whole and sizes[version.sha256] != version.size:
             raise malformed(f"size {version.size}: file {version.sha256} has {sizes[version.sha256]} bytes")
-        is_reached = version.whole or self._find_version(version.base)[1] is not None
+        is_reached = version.whole or self.find_version(version.base)[1] is not None
         if not is_reached or (version.base is not None and version.base >= version.version):
             message = f"version {version.version} leads from version {version.base}, which is not here"
             raise ProtocolError(409, "missing_file", message)

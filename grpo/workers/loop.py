@@ -39,7 +39,6 @@ RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its
 RENEWALS = 3  # in the time of a lease
 POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
 _UPLOADS = 4  # threads; each sends one group
-_TALLY = "%d groups, %d tokens, %.0f tokens/s"
 
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
@@ -61,17 +60,14 @@ def prove(engine: Engine, version: Version, dtype: str) -> float:
 
 
 class Tally:
-    """Counts the drawn groups and tokens, in all and of the last minute. Any thread may call it."""
+    """The drawn groups and tokens of the last minute. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
-        self._groups = self._tokens = 0
-        self._last: deque[tuple[float, int]] = deque()  # time and tokens of the groups of the last minute
+        self._lock, self._began = threading.Lock(), time.monotonic()
+        self._last: deque[tuple[float, int]] = deque()  # time and tokens of each group
 
     def add(self, drawn: GroupResult) -> None:
         with self._lock:
-            self._groups, self._tokens = self._groups + 1, self._tokens + drawn.tokens
             self._last.append((time.monotonic(), drawn.tokens))
 
     def last_minute(self) -> tuple[int, int, float]:
@@ -82,10 +78,6 @@ class Tally:
                 self._last.popleft()
             tokens = sum(tokens for _, tokens in self._last)
             return len(self._last), tokens, tokens / max(1e-3, min(SUMMARY_SECONDS, now - self._began))
-
-    def whole(self) -> tuple[int, int, float]:
-        """Return the same of all groups."""
-        return self._groups, self._tokens, self._tokens / (time.monotonic() - self._began)
 
 
 class GenerationWorker:
@@ -159,8 +151,6 @@ class GenerationWorker:
         self._engine.close()
         if self._turns is not None:
             self._turns.close()
-        if (tally := self._tally.whole())[0]:
-            log.info("ended: " + _TALLY, *tally)
 
     def _return_leases(self) -> None:
         # Not while a request for tasks is waiting: the pool would give them to this worker again.
@@ -314,8 +304,8 @@ class GenerationWorker:
                 self._guarded(lambda: self._lease(room=0, wait=0.0))
             if time.monotonic() > next_summary:
                 next_summary += SUMMARY_SECONDS
-                if (tally := self._tally.last_minute())[0]:
-                    log.info(f"last {SUMMARY_SECONDS:.0f} s: {_TALLY}", *tally)
+                if (drawn := self._tally.last_minute())[0]:
+                    log.info(f"last {SUMMARY_SECONDS:.0f} s: %d groups, %d tokens, %.0f tokens/s", *drawn)
 
     def _forget(self, tasks: list[Task]) -> None:
         """Hold these tasks no more; with the next request the pool may give them to others."""

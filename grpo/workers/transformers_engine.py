@@ -84,10 +84,8 @@ class TransformersEngine:
                 [example], run.num_generations, run.temperature, run.seed + (task.attempt << 32), ids=[task.group]
             )
         ids = [rollout.completion_ids for rollout in rollouts]
-        logprobs, versions = (
-            [rollout.sampling_logprobs for rollout in rollouts],
-            [[self._version] * len(x) for x in ids],
-        )
+        logprobs = [rollout.sampling_logprobs for rollout in rollouts]
+        versions = [[self._version] * len(row) for row in ids]
         if turns is None:
             return GroupResult(*task.key, ids, logprobs, versions)
         drawn = [rollout.drawn or [True] * len(rollout.completion_ids) for rollout in rollouts]

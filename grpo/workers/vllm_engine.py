@@ -28,8 +28,7 @@ from safetensors import SafetensorError
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
-from grpo.workers.engine import EngineError
-from grpo.workers.segments import draw_in_turns
+from grpo.workers.engine import EngineError, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 from grpo.workers.worker_tools import WorkerTools

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -208,22 +208,18 @@ def _take(path: str) -> tuple[Path, int]:
     folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder / _LOCK)
+        return folder, _lock(folder / _LOCK)
+    except BlockingIOError as error:
+        raise ConfigError(f"weights_folder={path!r}: another worker uses it: name another folder") from error
     except OSError as error:
         raise ConfigError(f"weights_folder={path!r}: {error.strerror}: name a folder that can be written") from error
-    if lock is None:
-        raise ConfigError(f"weights_folder={path!r}: another worker uses it: name another folder")
-    return folder, lock
 
 
 def _make_temporary() -> tuple[Path, int]:
     """Make a folder, after removing those of workers that were killed: each has the weights of a model."""
     for lost in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        try:
+        with suppress(OSError):  # a worker that runs, another user's, or another worker is removing it
             lock = _lock(lost)
-        except OSError:  # another user's, or another worker is removing it
-            continue
-        if lock is not None:
             shutil.rmtree(lost.parent, ignore_errors=True)
             os.close(lock)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -232,12 +228,12 @@ def _make_temporary() -> tuple[Path, int]:
     return folder, lock
 
 
-def _lock(path: Path) -> int | None:
-    """Make and lock a file; return its descriptor, None if another process has locked it."""
+def _lock(path: Path) -> int:
+    """Make and lock a file; return its descriptor. Raises BlockingIOError if another process has locked it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
-        return None
+        raise
     return file

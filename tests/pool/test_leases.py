@@ -1,11 +1,10 @@
 """Who draws which task: leases that end with their worker, and workers that are set apart."""
 
-import time
 
 import pytest
 
 from grpo.pool import leases as leases_module
-from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Leases
+from grpo.pool.leases import MOST_REFUSALS, Leases
 from grpo.pool.protocol import Lease
 
 
@@ -23,32 +22,10 @@ def lease(leases: Leases, name: str, *keys: tuple[int, int]) -> None:
     leases.grant(name, keys)
 
 
-def test_what_a_worker_does_not_name_any_more_is_free(leases):
-    lease(leases, "a", (0, 0), (1, 0))
-    assert leases.held() == {(0, 0), (1, 0)}
-    leases.seen(says("a", (1, 0)))
-    assert leases.held() == {(1, 0)}
-    leases.seen(says("b"))
-    assert leases.held() == {(1, 0)}
-
-
 def test_a_worker_keeps_what_it_holds_when_the_pool_restarts_unless_another_has_it(leases):
     lease(leases, "a", (0, 0))
     leases.seen(says("b", (0, 0), (5, 0)))
     assert {worker.name: worker.holds for worker in leases.workers()} == {"a": {(0, 0)}, "b": {(5, 0)}}
-
-
-def test_a_silent_worker_loses_its_leases_and_a_waiting_one_does_not(leases, monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    lease(leases, "silent", (0, 0))
-    lease(leases, "waiting", (1, 0))
-    now += LEASE_SECONDS / 2
-    leases.renew("waiting")
-    assert leases.held() == {(0, 0), (1, 0)}
-    now += LEASE_SECONDS / 2 + 1
-    assert leases.held() == {(1, 0)}
-    assert {worker.name: worker.state for worker in leases.workers()} == {"silent": "silent", "waiting": "drawing"}
 
 
 def test_what_was_drawn_is_nobodys_and_a_lease_that_was_ended_is_not_wanted(leases):

@@ -3,7 +3,7 @@
 import ssl
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from proxy import Proxy
 from servers import fake, wait_until
 from stored import sha
 
-from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
+from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError
 from grpo.client.sessions import check_certificates
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.protocol import GroupResult, Probe, Task, Version
@@ -64,13 +64,10 @@ def test_https_with_an_authority_of_ones_own(pool, tmp_path):
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.cert_pem.write_to_path(tmp_path / "ours.pem")
-    front = Proxy(pool.port, tls=context)
-    try:
+    with closing(Proxy(pool.port, tls=context)) as front:
         assert PoolClient(front.url, "secret", check_certificates(str(tmp_path / "ours.pem"))).status()
         with pytest.raises(ServerError, match=r"does not verify \(.*set ref_ca_file to the PEM"):
             PoolClient(front.url, "secret").status()
-    finally:
-        front.close()
 
 
 def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
@@ -128,7 +125,7 @@ def test_a_pool_that_refuses_after_a_while_is_not_away_any_more(monkeypatch, cap
     assert caplog.messages == [said, said, "http://pool answers again"]
 
 
-def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):
+def test_what_the_pool_refuses_is_sorted_by_what_helps(pool, tmp_path):
     client = PoolClient(pool.url, "secret")
     assert client.run() is None
     client.put_run(RUN)
@@ -150,9 +147,7 @@ def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):
     with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
         client.results("a worker", [GroupResult(0, 0, [[2]], [[-0.5]], [[0]])], weights)
     drawn = GroupResult(0, 0, [[2]] * 4, [[-0.5]] * 4, [[0]] * 4)
-    assert client.results("a worker", [drawn, drawn], weights) in (
-        ["accepted", "already there"],
-        ["accepted", "accepted"],
-    )
-    assert client.results("a worker", [drawn], weights) == ["already there"]
+    assert client.results("a worker", [drawn, drawn], weights) == ["accepted", "already there"]
+    with pytest.raises(FileFailure, match="said 404: "):
+        client.fetch_file("0" * 64, tmp_path / "file")
     assert client.take([(0, 0)], 0) == [drawn] and client.take([(1, 0)], 0) == []

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlencode
@@ -48,8 +49,7 @@ class Pool:
     def __init__(self, path):
         self.path = path
         self.start()
-        self.weights = {}
-        """SHA-256 of each version's weights, as put last"""
+        self.weights = {}  # SHA-256 of each version's weights, as put last
 
     def start(self):
         self.service = PoolService(ServerConfig(task="rollouts", pool_file=str(self.path)))
@@ -70,8 +70,7 @@ class Pool:
         body = b"".join(self.app(environ, lambda line, headers, exc_info=None: began.extend((line, dict(headers)))))
         answer = SimpleNamespace(status=int(began[0][:3]), headers=began[1], body=body)
         if answer.status >= 400:
-            error = json.loads(body)["error"]
-            answer.refusal = answer.status, error["code"], error["message"]
+            answer.refusal = answer.status, *json.loads(body)["error"].values()
         return answer
 
     def get(self, path, **rest):
@@ -251,18 +250,15 @@ def test_a_worker_loses_its_leases_when_it_is_silent_and_not_while_it_waits(begu
     assert begun.lease("first", room=2) == TASKS[:2]
     thread = threading.Thread(target=lambda: begun.lease("first", holds=[(0, 0), (1, 0)], wait=1.5))
     thread.start()
-    time.sleep(0.1)
     assert begun.lease("next", wait=1.3) == []
     thread.join()
     assert begun.lease("next", wait=20) == TASKS[:1]
-    assert {worker["name"]: worker["state"] for worker in begun.status()["workers"]} == {
-        "first": "silent",
-        "next": "drawing",
-    }
+    states = {worker["name"]: worker["state"] for worker in begun.status()["workers"]}
+    assert states == {"first": "silent", "next": "drawing"}
 
 
 def test_who_waits_is_let_go_when_the_client_goes_the_server_ends_or_too_many_wait(begun):
-    ask = lambda **rest: begun.post("groups", json.dumps({"groups": [[0, 0]], "wait": 30}).encode(), **rest)  # noqa: E731
+    ask = partial(begun.post, "groups", json.dumps({"groups": [[0, 0]], "wait": 30}).encode())
     assert ask(is_gone=lambda: True).refusal[:2] == (499, "client_gone")
     begun.service.waiting_threads = threading.Semaphore(0)
     answer = ask()
@@ -297,10 +293,8 @@ def test_a_worker_that_draws_by_other_weights_than_it_says_is_set_apart(begun, c
     assert begun.send(drawn(TASKS[0]), name="right") == begun.send(drawn(TASKS[1]), name="wrong") == ["accepted"]
     says = {"groups": [[TASKS[0].group, 0.04, 6], [TASKS[1].group, 0.58, 6], [999, 9.0, 6]]}
     assert begun.post("drift", json.dumps(says).encode()).status == 200
-    assert {worker["name"]: (worker["state"], worker["drift"]) for worker in begun.status()["workers"]} == {
-        "right": ("waiting", 0.04),
-        "wrong": ("apart", 0.58),
-    }
+    shown = {worker["name"]: (worker["state"], worker["drift"]) for worker in begun.status()["workers"]}
+    assert shown == {"right": ("waiting", 0.04), "wrong": ("apart", 0.58)}
     assert "worker 'wrong' is suspended: its log-probs are 0.58 nats a token from the trainer's" in caplog.text
     assert begun.post("lease", Lease("wrong", 1, [], 0).to_json()).refusal[:2] == (403, "set_apart")
     for damaged in ({}, {"groups": [[0, -1, 6]]}, {"groups": [[0, 0.1, 0]]}, {"groups": [[0.5, 0.1, 6]]}):
@@ -379,16 +373,11 @@ def test_a_file_is_sent_whole_or_in_parts(begun):
 
 def test_what_no_client_sends_is_refused_before_it_is_read(begun):
     for path in ("run", "files", "versions", "needed", "tasks", "groups", "lease", "results"):
-        refusal = begun.post(
-            path, b"{}", headers={"Content-Type": "text/plain"}, sha256="0" * 64, size=2, offset=0
-        ).refusal
-        assert refusal[:2] == (415, "unsupported_media_type"), path
+        answer = begun.post(path, b"{}", headers={"Content-Type": "text/plain"}, sha256="0" * 64, size=2, offset=0)
+        assert answer.refusal[:2] == (415, "unsupported_media_type"), path
+    too_large = 413, "request_entity_too_large", "the body is larger than 4 MiB"
     for path in ("run", "versions", "lease", "groups"):
-        assert begun.post(path, bytes((4 << 20) + 1)).refusal == (
-            413,
-            "request_entity_too_large",
-            "the body is larger than 4 MiB",
-        )
+        assert begun.post(path, bytes((4 << 20) + 1)).refusal == too_large
     assert begun.post("needed", version="-1").refusal[:2] == (400, "malformed")
     assert begun.post("results", encode_drawn([]), worker="w" * 129).refusal[:2] == (400, "malformed")
     assert begun.ask("PUT", "run").refusal == (405, "method_not_allowed", "use GET,POST for /v1/rollouts/run")
@@ -432,20 +421,17 @@ def test_it_says_how_it_is(begun):
     assert re.match(r"last \d s: 1 groups, ", line) and "1 refused; 1 tasks wait, 1 are drawn by 1 workers" in line
 
 
+POOL = ["--task", "rollouts", "--pool_file", "x"]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--task", "rollouts"], "pool_file=None: name one"),
         (["--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
         (["--task", "reward", "--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
-        (
-            ["--task", "rollouts", "--pool_file", "x", "--update_folder", "y"],
-            "update_folder='y': it does nothing without task logprobs",
-        ),
-        (
-            ["--task", "rollouts", "--pool_file", "x", "--estimate"],
-            "estimate=True: it does nothing without task logprobs",
-        ),
+        ([*POOL, "--update_folder", "y"], "update_folder='y': it does nothing without task logprobs"),
+        ([*POOL, "--estimate"], "estimate=True: it does nothing without task logprobs"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(options, says, capsys):
@@ -455,8 +441,8 @@ def test_settings_that_do_not_fit_are_refused(options, says, capsys):
 
 
 def test_a_pool_passes_over_the_model_of_its_trainers_file():
-    options = ["--task", "rollouts", "--pool_file", "x", "--quantization", "4bit", "--model_name_or_path", "org/big"]
-    assert parse_arguments(ServerConfig, "", options).pool_file == "x"
+    options = ["--quantization", "4bit", "--model_name_or_path", "org/big"]
+    assert parse_arguments(ServerConfig, "", POOL + options).pool_file == "x"
 
 
 # Real servers
@@ -485,20 +471,14 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
                 except requests.RequestException:
                     return
 
-        threads = [threading.Thread(target=fill)]
-        threads[0].start()
+        filling = threading.Thread(target=fill)
+        filling.start()
         wait_until(lambda: len(answered) > 20)
-        second = subprocess.run(
-            [sys.executable, "ref_server.py", *options, "--port", str(free_port())],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        words = [sys.executable, "ref_server.py", *options, "--port", str(free_port())]
+        second = subprocess.run(words, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
         assert second.returncode == 2 and f"error: pool_file={str(file)!r}: another pool writes to it" in second.stderr
         server.end(signal.SIGKILL)
-        threads[0].join()
+        filling.join()
     with running_server(None, tmp_path, *options, port=server.port) as server:
         server.wait_ready()
         shown = requests.get(f"{server.url}/status", timeout=5).json()
@@ -508,7 +488,6 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             head = f"POST /v1/rollouts/groups HTTP/1.1\r\nContent-Type: {BYTES['Content-Type']}\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            time.sleep(0.3)
         gone = 'grpo_ref_requests_total{path="/v1/rollouts/groups",status="499"} 1.0'
         wait_until(lambda: gone in requests.get(f"{server.url}/metrics", timeout=5).text)
         answers = []
@@ -520,6 +499,5 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "draining"
     assert "Traceback" not in server.log.read_text()
     assert sorted(os.listdir(tmp_path)) == ["run.sqlite", server.log.name]
-    recording = Recording(str(file))
-    assert all(recording.find((group, 0))[0] for group in answered)
-    recording.close()
+    with closing(Recording(str(file))) as recording:
+        assert all(recording.find((group, 0))[0] for group in answered)

@@ -68,7 +68,6 @@ def wait_until(is_so, process) -> None:
 @pytest.mark.slow
 @pytest.mark.plain_start
 def test_it_draws_without_the_imports_of_an_engine(pool, model_folder, tmp_path):
-    (tmp_path / "trainer").mkdir()
     trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
     trainer.publish(0)
     process = start("--pool", pool.url, script=("-c", LIGHT))
@@ -85,7 +84,6 @@ def test_it_draws_without_the_imports_of_an_engine(pool, model_folder, tmp_path)
 
 @pytest.mark.slow
 def test_a_signal_in_the_middle_of_a_group_gives_it_back(pool, model_folder, tmp_path):
-    (tmp_path / "trainer").mkdir()
     sizes = {"num_generations": 64, "max_completion_length": 2000}  # no group is done in the time of the test
     trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer", **sizes)
     trainer.publish(0)

@@ -13,7 +13,7 @@ from grpo.config.errors import RewardError
 from grpo.data.records import Outcome
 from grpo.pool.protocol import RunInfo, Task, check_drawn
 from grpo.wire.tool_outcomes import cut_segments
-from grpo.workers.segments import draw_in_turns
+from grpo.workers.engine import draw_in_turns
 from grpo.workers.worker_tools import WorkerTools
 
 RUN = RunInfo("0" * 16, "run", 100, [2], 8, 40, 1.0, 0, "0" * 64, in_flight_weight_updates=True, turns=TURNS)

@@ -41,8 +41,7 @@ def folders(tmp_path, monkeypatch) -> Path:
     """A folder with one for the trainer and one for the worker, whose engine starts with the tests' environment."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    for name in ("trainer", "worker"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "worker").mkdir()
     return tmp_path
 
 
@@ -124,7 +123,6 @@ def drawing(url: str, folder: Path) -> Iterator[subprocess.Popen]:
 
 @needs_vllm
 def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, model, tokenizer, tmp_path):
-    (tmp_path / "trainer").mkdir()
     policy = save_model(model, tokenizer, tmp_path / "policy")
     trainer = Trainer(PoolClient(pool.url), policy, tmp_path / "trainer", temperature=1.0)
     with drawing(pool.url, tmp_path) as worker:
