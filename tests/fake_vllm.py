@@ -22,7 +22,7 @@ from pathlib import Path
 import bottle
 import torch
 import waitress
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,12 +47,11 @@ class Fake:
     def __init__(self, folder: str, faults: list[str], rank: int):
         """`rank` is the largest of an adapter, 0 where there may be none."""
         self.faults, self.changed, self.folder, self.rank = faults, threading.Condition(), folder, rank
-        self.tokenizer, self.longest = AutoTokenizer.from_pretrained(folder), 0
         self.model = self.load(folder)
         self.longest = self.model.config.max_position_embeddings
         self.adapters: dict[str, torch.nn.Module] = {}
+        # The model whose keys and values there are of a name and prompt.
         self.cached: dict[tuple[str, tuple[int, ...]], torch.nn.Module] = {}
-        """the model whose keys and values there are of a name and prompt"""
         self.running: list[Request] = []
         self.version, self.paused, self.tokens, self.drawn = "default", False, 0, 0
 
@@ -92,7 +91,8 @@ class Fake:
         self.wait_turn()
         model = self.adapters.get(name, self.model)
         if parameters.get("prompt_logprobs") is not None:
-            values = token_logprobs(model, self.batch([(ids[:1], ids[1:])]), 1.0)[0].tolist()
+            batch = Batcher(0, longest_packed=0).make([(ids[:1], ids[1:])], "cpu")
+            values = token_logprobs(model, batch, 1.0)[0].tolist()
             rows = [{str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True)]
             return {"choices": [], "prompt_logprobs": [None, *rows]}
         if "dies_at_draw" in self.faults:
@@ -133,9 +133,6 @@ class Fake:
             "finish_reason": row.finish_reason,
             "weight_versions": spans,
         }
-
-    def batch(self, pairs):
-        return Batcher(self.tokenizer.pad_token_id, longest_packed=0).make(pairs, "cpu")
 
 
 @dataclass

@@ -16,7 +16,7 @@ class PlainEngine:
 
     card = "a card"
 
-    def __init__(self, capacity: int = 1, loads_in_flight: bool = False):
+    def __init__(self, capacity: int = 1, loads_in_flight: bool = False, holds: bool = False):
         self.capacity, self.loads_in_flight = capacity, loads_in_flight
         self.calls: list[str] = []
         self.weights: list[str] = []  # SHA-256 of the weights of each start and load
@@ -24,7 +24,8 @@ class PlainEngine:
         self.wrong_logprobs = 0  # probes that are still to get the log-probs of other weights
         self.copies: int | None = None  # completions of a group, where they are not to be the run's
         self.go, self.prove = threading.Event(), threading.Event()  # cleared, they hold draws until `close`, and probes
-        self.go.set()
+        if not holds:
+            self.go.set()
         self.prove.set()
         self.most_at_a_time = self.draws = self.drawing = 0
         self._lock = threading.Lock()

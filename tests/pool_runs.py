@@ -4,7 +4,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from conftest import ENVIRONMENT, REPOSITORY, running_server
@@ -49,9 +49,6 @@ def workers(url: str, folder: Path, *names: str):
 
 def drawn(folder: Path) -> list[tuple]:
     """Every task with its completions, as the pool's file has them."""
-    columns = "group_id, attempt, version, prompt_ids, drawn"
-    return (
-        sqlite3.connect(folder / "pool.sqlite")
-        .execute(f"SELECT {columns} FROM tasks ORDER BY group_id, attempt")
-        .fetchall()
-    )
+    with closing(sqlite3.connect(folder / "pool.sqlite")) as file:
+        columns = "group_id, attempt, version, prompt_ids, drawn"
+        return file.execute(f"SELECT {columns} FROM tasks ORDER BY group_id, attempt").fetchall()

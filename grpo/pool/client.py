@@ -79,11 +79,7 @@ class PoolClient:
         self._token, self._verify, self._seconds, self._name = token, verify, request_timeout, name
         self._per_thread = threading.local()
         self._vocab_size = LARGEST_ID  # until the run is known
-
-    @property
-    def moved_at(self) -> float:
-        """Return the time at which the present thread last moved a part of a file; -inf before the first."""
-        return getattr(self._per_thread, "moved_at", -math.inf)
+        self.moved_at = -math.inf  # time.monotonic() of the last part of a file that came or went
 
     def run(self) -> RunInfo | None:
         """Return the pool's run; None while it has none. Raises ServerError if another program answers."""
@@ -160,7 +156,7 @@ class PoolClient:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             for _ in send_pieces(file, size, sha256, post):
-                self._per_thread.moved_at = time.monotonic()
+                self.moved_at = time.monotonic()
 
     def fetch_file(self, sha256: str, path: Path) -> None:
         """Write a file of the pool to `path`, from the end of an earlier call's part, which lies in SHA256.part.
@@ -190,7 +186,7 @@ class PoolClient:
         try:
             for block in response.iter_content(1 << 16):  # of a block that is cut nothing is kept
                 file.write(block)
-                self._per_thread.moved_at = time.monotonic()
+                self.moved_at = time.monotonic()
         except requests.RequestException as error:
             raise connection_failed(error) from error
         return int(match[1])

@@ -84,8 +84,7 @@ class Database:
             return self._connection.execute(statement, values)
 
     def row(self, statement: str, *values: Any) -> tuple | None:
-        with self.lock, self._failures():
-            return self._connection.execute(statement, values).fetchone()
+        return next(iter(self.rows(statement, *values)), None)
 
     def rows(self, statement: str, *values: Any) -> list[tuple]:
         with self.lock, self._failures():
@@ -108,16 +107,11 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Store all changes of the block, or none."""
-        with self.lock:
-            try:
-                self.sql("BEGIN IMMEDIATE")
-                yield
-                self._check_place()
-                self.sql("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+        with self.lock, self._connection:  # which rolls back after an exception
+            self.sql("BEGIN IMMEDIATE")
+            yield
+            self._check_place()
+            self.sql("COMMIT")
 
     def _check_place(self) -> None:
         """Raise ProtocolError if the file was moved, replaced or deleted: a later pool would not find the new rows."""

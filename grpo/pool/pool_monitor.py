@@ -24,11 +24,11 @@ _OF_WORKER = {
 class PoolMonitor:
     """Counters of a pool, and the numbers of its page. All methods may be called from any thread."""
 
-    def __init__(self, monitor: Monitor, leases: Leases):
-        self._monitor, self._leases = monitor, leases
+    def __init__(self, monitor: Monitor, leases: Leases, store: Store):
+        self._monitor, self._leases, self._store = monitor, leases, store
         self._leased = monitor.make(Counter, "pool_leases", "Tasks leased to workers")
         self._results = monitor.make(
-            Counter, "pool_results", "Groups that workers sent, by what became of them", labelnames=["answer"]
+            Counter, "pool_results", "Groups that workers sent, by the answer", labelnames=["answer"]
         )
         self._tokens = monitor.make(Counter, "pool_tokens", "Tokens of the completions that were accepted")
         self._bytes = monitor.make(Counter, "pool_bytes", "Bytes of files and results", labelnames=["direction"])
@@ -60,12 +60,12 @@ class PoolMonitor:
         self._bytes.labels(direction).inc(size)
         self._add(direction, size)
 
-    def refresh(self, store: Store) -> None:
+    def refresh(self) -> None:
         """Bring the gauges up to date, before /metrics shows them."""
         states = self._leases.states()
         for name in STATES:
             self._workers.labels(name).set(states[name])
-        for name, count in self._count(store).items():
+        for name, count in self._count().items():
             self._tasks.labels(name).set(count)
         workers = [_describe(worker, 0.0) for worker in self._leases.workers()]
         for name, gauge in self._of_worker.items():
@@ -74,24 +74,24 @@ class PoolMonitor:
                 if worker[name] is not None:
                     gauge.labels(worker["name"]).set(worker[name])
 
-    def status(self, store: Store) -> dict:
+    def status(self) -> dict:
         """Return the numbers of the live page; times in seconds, sizes in bytes."""
-        now, run = time.monotonic(), store.known_run
+        now, run = time.monotonic(), self._store.known_run
         return {
             "run": run and {"run": run.run, "name": run.name},
             "workers": [_describe(worker, now) for worker in self._leases.workers()],
-            "rounds": store.rounds(_ROUNDS),
-            "versions": [version.version for version in store.versions()],
-            "tasks": self._count(store),
-            "bytes": {"received": self._sums["received"], "sent": self._sums["sent"], "file": store.file_bytes()},
+            "rounds": self._store.rounds(_ROUNDS),
+            "versions": [version.version for version in self._store.versions()],
+            "tasks": self._count(),
+            "bytes": {"received": self._sums["received"], "sent": self._sums["sent"], "file": self._store.file_bytes()},
         }
 
-    def summary(self, store: Store) -> str | None:
+    def summary(self) -> str | None:
         """Return a line on the time since the last call; None if nothing happened."""
         (last_time, last), now = self._reported, time.monotonic()
         self._reported = now, self._sums.copy()
         new, seconds = self._sums - last, now - last_time
-        states, counts = self._leases.states(), self._count(store)
+        states, counts = self._leases.states(), self._count()
         if not new and not any(counts.values()):
             return None
         return (
@@ -104,8 +104,8 @@ class PoolMonitor:
         with self._lock:
             self._sums[name] += number
 
-    def _count(self, store: Store) -> dict[str, int]:
-        leased, undrawn = len(self._leases.held()), store.count_open()
+    def _count(self) -> dict[str, int]:
+        leased, undrawn = len(self._leases.held()), self._store.count_open()
         return {"leased": min(leased, undrawn), "waiting": max(0, undrawn - leased)}
 
 

@@ -35,10 +35,10 @@ class PoolService(Service):
     """The state of a pool: its file, the leases of its workers, and the threads that wait."""
 
     def __init__(self, config: ServerConfig):
+        """Open the pool's file. Raises ConfigError."""
         super().__init__(config, ModelInfo())
-        self.store: Store | None = None
-        self.leases = Leases()
-        self.numbers = PoolMonitor(self.monitor, self.leases)
+        self.store, self.leases = Store(config.pool_file, on_damage=self.fail), Leases()
+        self.numbers = PoolMonitor(self.monitor, self.leases, self.store)
         self.work_threads = threading.Semaphore(_MOST_WORK)
         self.waiting_threads = threading.Semaphore(_MOST_WAITING)
         # While they are read, tokens take many times the size of the body: read and store one request at a time.
@@ -49,7 +49,6 @@ class PoolService(Service):
         return self.thread_of(self.work_threads)
 
     def load(self) -> None:
-        self.store = Store(self.config.pool_file, on_damage=self.fail)
         self._name_run()
         self.change_info(status="ready")
 
@@ -158,15 +157,14 @@ class PoolService(Service):
         self.leases.drifted(means, not self.store.run().in_flight_weight_updates)
 
     def metrics(self) -> bytes:
-        if self.store is not None:
-            self.numbers.refresh(self.store)
+        self.numbers.refresh()
         return super().metrics()
 
     def status(self) -> dict:
-        return super().status() | (self.numbers.status(self.store) if self.store is not None else {})
+        return super().status() | self.numbers.status()
 
     def summary(self) -> str | None:
-        return self.numbers.summary(self.store)
+        return self.numbers.summary()
 
     def _take(self, lease: Lease) -> list[Task]:
         """Lease the first free tasks to a worker, all of one version, and no more than its share.

@@ -36,7 +36,7 @@ class Files:
 
     def __init__(self, database: Database):
         self._database = database
-        self._digests: dict[str, tuple[int, Any]] = {}  # of files that are not complete, and of how many bytes
+        self._digests: dict[str, tuple[int, Any]] = {}  # of how many first bytes of a file
         self._touched: dict[str, float] = {}  # time.monotonic() of their last pieces
 
     def add(self, piece: FilePart, data: bytes) -> int:

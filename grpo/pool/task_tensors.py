@@ -41,10 +41,10 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     has_rows = _check_names(tensors, {*_TASKS, "prompt_ids"}, _OF_ROWS)
     check_number("tasks", len(columns[0]), MOST_TASKS)
     _check_lengths("tasks", columns)
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+    if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
         raise malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
     prompts = _cut(ids, columns[-1], least=1)
-    if any(len(column) and column.min() < 0 for column in columns):
+    if any(column.min(initial=0) < 0 for column in columns):
         raise malformed("a group, attempt or version is below 0")
     try:
         texts = [text.decode() for text in _read_texts("column", tensors, len(prompts))] if has_rows else []
@@ -86,11 +86,11 @@ def decode_drawn(body: bytes) -> list[GroupResult]:
     _check_lengths("groups", [groups, attempts, copies])
     if has_turns:
         mask = uint8(tensors, "drawn")
-        if len(mask) and mask.max() > 1:
+        if mask.max(initial=0) > 1:
             raise malformed(f"drawn has {mask.max()}: send 0 or 1")
         of_tokens.append(mask.astype(bool))
     _check_lengths("tokens", of_tokens)
-    if any(len(column) and column.min() < 0 for column in (groups, attempts, copies)):
+    if any(column.min(initial=0) < 0 for column in (groups, attempts, copies)):
         raise malformed("a group, attempt or number of copies is below 0")
     rows = [[part.tolist() for part in _cut(values, lengths, least=1)] for values in of_tokens]
     if copies.sum(dtype=np.int64) != len(lengths):
@@ -157,5 +157,4 @@ def _read_texts(kind: str, tensors: dict[str, np.ndarray], count: int) -> list[b
 
 
 def _joined(rows: Iterable[Sequence[float]], dtype: type) -> np.ndarray:
-    arrays = [np.asarray(row, dtype) for row in rows]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+    return np.fromiter(chain.from_iterable(rows), dtype)

@@ -38,7 +38,7 @@ MOST_RESTARTS = 3  # starts of the engine after failures, without a group in bet
 RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its card
 RENEWALS = 3  # in the time of a lease
 POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
-_UPLOADS = 4  # threads; each sends one group
+_UPLOADS = 4  # threads beside those that draw: each sends its group
 
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
@@ -59,27 +59,6 @@ def prove(engine: Engine, version: Version, dtype: str) -> float:
     return difference
 
 
-class Tally:
-    """The drawn groups and tokens of the last minute. Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._lock, self._began = threading.Lock(), time.monotonic()
-        self._last: deque[tuple[float, int]] = deque()  # time and tokens of each group
-
-    def add(self, drawn: GroupResult) -> None:
-        with self._lock:
-            self._last.append((time.monotonic(), drawn.tokens))
-
-    def last_minute(self) -> tuple[int, int, float]:
-        """Return groups, tokens, and tokens a second, of the last minute or since the start."""
-        now = time.monotonic()
-        with self._lock:
-            while self._last and self._last[0][0] < now - SUMMARY_SECONDS:
-                self._last.popleft()
-            tokens = sum(tokens for _, tokens in self._last)
-            return len(self._last), tokens, tokens / max(1e-3, min(SUMMARY_SECONDS, now - self._began))
-
-
 class GenerationWorker:
     """A worker of a pool. `run` in one thread, `stop` and `close` from any."""
 
@@ -98,9 +77,8 @@ class GenerationWorker:
         self._version: Version | None = None  # which the engine has
         self._loaded: list[tuple[int, str]] = []  # number and SHA-256 of all that the engine had, or was to have
         self._newest: tuple[int, str] | None = None  # as the pool says with in_flight_weight_updates
-        self._tally = Tally()
         self._lease_lock = threading.Lock()  # two requests at a time would each free what the other one has got
-        self._leased_at, self._lease_seconds = 0.0, 30.0
+        self._leased_at, self._lease_seconds, self._began = 0.0, 30.0, time.monotonic()
         self._message = "starting"
         # Under this lock:
         self._changed = threading.Condition()
@@ -110,6 +88,7 @@ class GenerationWorker:
         self._engine_error: EngineError | None = None
         self._failure: BaseException | None = None
         self._restarts = 0
+        self._drawn: deque[tuple[float, int]] = deque()  # time and tokens of the last minute's groups
 
     def run(self) -> None:
         """Draw until `stop` is set.
@@ -128,18 +107,17 @@ class GenerationWorker:
             threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
             while not self._take(*self._first_version()):
                 pass  # the run has just gone back to an earlier checkpoint
-            drawers = ThreadPoolExecutor(self._engine.capacity, thread_name_prefix="draw")
-            senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
+            threads = ThreadPoolExecutor(self._engine.capacity + _UPLOADS, thread_name_prefix="draw")
             while True:
                 leased = self._lease(self._wait_for_room(), POLL)
                 is_other = (leased.tasks or leased.sha256) and not self._has(leased.version, leased.sha256)
                 if is_other and not self._take(leased.version, leased.sha256):
-                    self._forget(leased.tasks)
+                    self._forget(*leased.tasks)
                     continue
                 for task in leased.tasks:
                     with self._changed:
                         self._drawing += 1
-                    drawers.submit(self._draw, task, senders, len(self._loaded) - 1)
+                    threads.submit(self._draw, task, len(self._loaded) - 1)
         except Stopped:
             return
 
@@ -168,7 +146,7 @@ class GenerationWorker:
         # An older version than the newest may be drawn with. Who begins with the newest fetches two whole files.
         leased = self._lease(room=1, wait=0.0)
         if leased.tasks:
-            self._forget(leased.tasks)  # others draw it sooner than an engine that has not started
+            self._forget(*leased.tasks)  # others draw it sooner than an engine that has not started
             self._lease(room=0, wait=0.0)
             return leased.version, leased.sha256
         return versions[-1].version, versions[-1].sha256
@@ -277,7 +255,7 @@ class GenerationWorker:
             with self._changed:
                 holds = [[*key] for key in sorted(self._holds)]
             version = -1 if self._version is None else self._version.version
-            state = self._engine.card, version, self._message, self._tally.last_minute()[2]
+            state = self._engine.card, version, self._message, self._last_minute()[2]
             leased = self._client.lease(Lease(self.name, room, holds, wait, *state))
             with self._changed:
                 self._holds |= {task.key for task in leased.tasks}
@@ -304,16 +282,25 @@ class GenerationWorker:
                 self._guarded(lambda: self._lease(room=0, wait=0.0))
             if time.monotonic() > next_summary:
                 next_summary += SUMMARY_SECONDS
-                if (drawn := self._tally.last_minute())[0]:
+                if (drawn := self._last_minute())[0]:
                     log.info(f"last {SUMMARY_SECONDS:.0f} s: %d groups, %d tokens, %.0f tokens/s", *drawn)
 
-    def _forget(self, tasks: list[Task]) -> None:
+    def _last_minute(self) -> tuple[int, int, float]:
+        """Return groups, tokens, and tokens a second, that the pool accepted in the last minute or since the start."""
+        now = time.monotonic()
+        with self._changed:
+            while self._drawn and self._drawn[0][0] < now - SUMMARY_SECONDS:
+                self._drawn.popleft()
+            tokens = sum(tokens for _, tokens in self._drawn)
+            return len(self._drawn), tokens, tokens / max(1e-3, min(SUMMARY_SECONDS, now - self._began))
+
+    def _forget(self, *tasks: Task | GroupResult) -> None:
         """Hold these tasks no more; with the next request the pool may give them to others."""
         with self._changed:
             self._holds -= {task.key for task in tasks}
 
-    def _draw(self, task: Task, senders: ThreadPoolExecutor, first: int) -> None:
-        """Draw a group in a thread of its own, by the version that is `first` in `_loaded`, and perhaps later ones."""
+    def _draw(self, task: Task, first: int) -> None:
+        """Draw a group, by the version that is `first` in `_loaded` and perhaps later ones, and send it."""
         drawn = None
         try:
             if not self.stop.is_set() and self._engine_error is None:
@@ -328,15 +315,15 @@ class GenerationWorker:
         except BaseException as error:
             self._fail(error)
         if drawn is None:
-            self._forget([task])
-        else:
-            versions = {*chain(*drawn.versions)}
-            # Two weights of a number, where the run went back meanwhile: either may have drawn, so both are named.
-            weights = {loaded for loaded in self._loaded[first:] if loaded[0] in versions}
-            senders.submit(self._guarded, lambda: self._send(drawn, sorted(weights)))
+            self._forget(task)
         with self._changed:
             self._drawing -= 1
             self._changed.notify_all()
+        if drawn is not None:
+            versions = {*chain(*drawn.versions)}
+            # Two weights of a number, where the run went back meanwhile: either may have drawn, so both are named.
+            weights = {loaded for loaded in self._loaded[first:] if loaded[0] in versions}
+            self._guarded(lambda: self._send(drawn, sorted(weights)))
 
     def _proved(self, drawn: GroupResult) -> GroupResult | None:
         """Return the group once the engine has proved its weights; None if it fails to."""
@@ -354,10 +341,10 @@ class GenerationWorker:
             log.debug("group %d: %s", drawn.group, result)
             self._restarts = 0
             if result == "accepted":
-                self._tally.add(drawn)
+                with self._changed:
+                    self._drawn.append((time.monotonic(), drawn.tokens))
         finally:
-            with self._changed:
-                self._holds.discard(drawn.key)
+            self._forget(drawn)
 
     def _guarded(self, work: Callable[[], object]) -> None:
         """Do work in a thread; its exception ends `run`."""

@@ -49,11 +49,10 @@ def check_given(config: WorkerConfig, run: RunInfo) -> None:
     if (config.environment and config.environment.rpartition(":")[2]) != wanted:
         remedy = "leave it out" if wanted is None else f"name its file, path/to/file.py:{wanted}, as the trainer does"
         raise ConfigError(f"environment={config.environment!r}: that of run {run.name} is {wanted}: {remedy}")
-    if run.turns is None and config.tools:
-        raise ConfigError(f"tools={config.tools!r}: run {run.name} has none: leave them out")
-    if run.turns is not None and not config.has_turns:
-        names = ", ".join(run.turns.tools)
-        raise ConfigError(f"tools=[]: run {run.name} has {names}: name their files, as the trainer does")
+    names = run.turns.tools if run.turns else []
+    if wanted is None and bool(config.tools) != bool(names):
+        has = f"run {run.name} has {', '.join(names) or 'none'}"
+        raise ConfigError(f"tools={config.tools!r}: {has}: name the files of its tools, as the trainer does")
 
 
 def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools | None:

@@ -1,6 +1,5 @@
 """Who draws which task: leases that end with their worker, and workers that are set apart."""
 
-
 import pytest
 
 from grpo.pool import leases as leases_module

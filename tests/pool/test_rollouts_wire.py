@@ -64,14 +64,6 @@ def test_everything_comes_back_as_it_was_sent():
     assert Lease.of_json(lease.to_json()) == lease
 
 
-def as_numbers(drawn: GroupResult) -> GroupResult:
-    """The same with NaN, which differs from itself, as None."""
-    rows = [[None if math.isnan(value) else value for value in row] for row in drawn.logprobs]
-    rewards = [{name: str(value) for name, value in outcome.rewards.items()} for outcome in drawn.outcomes]
-    outcomes = [replace(each, rewards=named) for each, named in zip(drawn.outcomes, rewards, strict=True)]
-    return replace(drawn, logprobs=rows, outcomes=outcomes)
-
-
 def test_what_a_run_with_turns_sends_comes_back_as_it_was_sent():
     assert RunInfo.of_json(WITH_TURNS.to_json()) == WITH_TURNS
     # What workers compare, by hashlib and json alone.
@@ -80,9 +72,10 @@ def test_what_a_run_with_turns_sends_comes_back_as_it_was_sent():
     tasks = [replace(TASKS[0], columns='{"secret": "\\u00e9", "hard": NaN}'), replace(TASKS[1], columns="{}")]
     assert decode_tasks(encode_tasks(tasks), 100) == tasks
     none = replace(ANSWERED, group=6, outcomes=[replace(OUTCOMES[0], rewards={"Guess": NAN}), OUTCOMES[1]])
-    decoded = decode_drawn(encode_drawn([ANSWERED, none]))
-    assert [as_numbers(drawn) for drawn in decoded] == [as_numbers(ANSWERED), as_numbers(none)]
+    assert str(decode_drawn(encode_drawn([ANSWERED, none]))) == str([ANSWERED, none])  # NaN differs from itself
     assert (ANSWERED.tokens, DRAWN.tokens) == (9, 6)
+    deep = replace(OUTCOMES[1], messages=[calling(nested(50))])
+    assert Outcome.of_json(deep.to_json()) == deep
 
 
 def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
@@ -92,23 +85,41 @@ def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
     assert "turns" not in json.loads(RUN.to_json())
 
 
+IN_ROWS = load(encode_tasks([replace(TASKS[0], columns="{ }"), TASKS[1]]))
+IN_TURNS = load(encode_drawn([ANSWERED]))
+
+
 @pytest.mark.parametrize(
-    ("tensor", "value", "says"),
+    ("tensors", "tensor", "value", "says"),
     [
-        ("columns", np.frombuffer(b"[1]", np.uint8), "not a JSON object"),
-        ("columns", np.frombuffer(b"{a}", np.uint8), "not JSON"),
-        ("columns", np.frombuffer(b'"\xff"', np.uint8), "no UTF-8"),
-        ("column_lengths", np.asarray([3], np.int32), "column_lengths has 1 numbers: send 2"),
-        ("column_lengths", np.asarray([4, -1], np.int32), "a length is -1"),
+        (load(encode_tasks(TASKS)), "groups", np.asarray([5], np.int32), "different lengths"),
+        (load(encode_tasks(TASKS)), "versions", np.asarray([3, -1], np.int32), "below 0"),
+        (load(encode_tasks(TASKS)), "prompt_lengths", np.asarray([4, 0], np.int32), "a length is 0"),
+        (
+            load(encode_tasks(TASKS)),
+            "prompt_lengths",
+            np.asarray([2**31 - 1, 2**31 - 1], np.int32),
+            "add up to 4294967294",
+        ),
+        (load(encode_tasks(TASKS)), "prompt_ids", np.asarray([7, 8, 9, 100], np.int32), "vocabulary is 0 to 99"),
+        (load(encode_tasks(TASKS)), "prompt_ids", np.asarray([7, 8, 9, 1], np.float32), "send int32"),
+        (load(encode_tasks(TASKS)), "extra", np.zeros(1, np.int32), "unknown tensor 'extra'"),
+        (IN_ROWS, "columns", np.frombuffer(b"[1]", np.uint8), "not a JSON object"),
+        (IN_ROWS, "columns", np.frombuffer(b"{a}", np.uint8), "not JSON"),
+        (IN_ROWS, "columns", np.frombuffer(b'"\xff"', np.uint8), "no UTF-8"),
+        (IN_ROWS, "column_lengths", np.asarray([3], np.int32), "column_lengths has 1 numbers: send 2"),
+        (IN_ROWS, "column_lengths", np.asarray([4, -1], np.int32), "a length is -1"),
+        (IN_TURNS, "drawn", np.full(12, 2, np.uint8), "drawn has 2: send 0 or 1"),
+        (IN_TURNS, "drawn", None, "'drawn' is missing"),
+        (IN_TURNS, "outcome_lengths", np.asarray([5, 5, 5], np.int32), "outcome_lengths has 3 numbers: send 2"),
+        (IN_TURNS, "copies", np.asarray([3], np.int32), "copies add up to 3"),
+        (IN_TURNS, "logprobs", np.zeros(5, np.float32), "different lengths"),
     ],
 )
-def test_damaged_columns_are_refused(tensor, value, says):
-    check_refused(load(encode_tasks([replace(TASKS[0], columns="{ }"), TASKS[1]])) | {tensor: value}, says)
-
-
-def check_refused(tensors, says, decode=lambda body: decode_tasks(body, 100)):
+def test_damaged_tensors_are_refused(tensors, tensor, value, says):
+    body = save({name: values for name, values in (tensors | {tensor: value}).items() if values is not None})
     with pytest.raises(ProtocolError, match=says) as refusal:
-        decode(save({name: values for name, values in tensors.items() if values is not None}))
+        decode_drawn(body) if tensors is IN_TURNS else decode_tasks(body, 100)
     assert refusal.value.status == 400
 
 
@@ -121,27 +132,8 @@ def test_columns_and_outcomes_have_a_largest_size():
         decode_drawn(encode_drawn([replace(ANSWERED, outcomes=[long, long])]))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "value", "says"),
-    [
-        ("drawn", np.full(12, 2, np.uint8), "drawn has 2: send 0 or 1"),
-        ("drawn", None, "'drawn' is missing"),
-        ("outcome_lengths", np.asarray([5, 5, 5], np.int32), "outcome_lengths has 3 numbers: send 2"),
-        ("copies", np.asarray([3], np.int32), "copies add up to 3"),
-        ("logprobs", np.zeros(5, np.float32), "different lengths"),
-    ],
-)
-def test_damaged_groups_of_turns_are_refused(tensor, value, says):
-    check_refused(load(encode_drawn([ANSWERED])) | {tensor: value}, says, decode_drawn)
-
-
 def nested(depth):
     return {"arguments": nested(depth - 1)} if depth else 1
-
-
-def test_the_deepest_call_comes_back():
-    deep = replace(OUTCOMES[1], messages=[calling(nested(50))])
-    assert Outcome.of_json(deep.to_json()) == deep
 
 
 @pytest.mark.parametrize(
@@ -204,22 +196,6 @@ def test_a_worker_that_lies_of_turns_is_refused(changes, says):
         check_drawn(ANSWERED, limited, TASKS[0])
     with pytest.raises(ProtocolError, match="it has outcomes"):
         check_drawn(ANSWERED, replace(WITH_TURNS, turns=None), TASKS[0])
-
-
-@pytest.mark.parametrize(
-    ("tensor", "value", "says"),
-    [
-        ("groups", np.asarray([5], np.int32), "different lengths"),
-        ("versions", np.asarray([3, -1], np.int32), "below 0"),
-        ("prompt_lengths", np.asarray([4, 0], np.int32), "a length is 0"),
-        ("prompt_lengths", np.asarray([2**31 - 1, 2**31 - 1], np.int32), "add up to 4294967294"),
-        ("prompt_ids", np.asarray([7, 8, 9, 100], np.int32), "vocabulary is 0 to 99"),
-        ("prompt_ids", np.asarray([7, 8, 9, 1], np.float32), "send int32"),
-        ("extra", np.zeros(1, np.int32), "unknown tensor 'extra'"),
-    ],
-)
-def test_damaged_tasks_are_refused(tensor, value, says):
-    check_refused(load(encode_tasks(TASKS)) | {tensor: value}, says)
 
 
 @pytest.mark.parametrize(

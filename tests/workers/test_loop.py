@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from contextlib import contextmanager
+from itertools import chain
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_it_draws_to_the_last_bit_what_the_trainer_would_draw_group_by_group(poo
             tasks += trainer.put_tasks(version, range(6 * version, 6 * version + 1), attempt=2)
             for task, drawn in zip(tasks, trainer.wait(tasks), strict=True):
                 assert [*zip(drawn.completions, drawn.logprobs, strict=True)] == by_trainer(task)
-                assert {number for row in drawn.versions for number in row} == {version}
+                assert {*chain(*drawn.versions)} == {version}
 
 
 GAME = """
@@ -156,8 +157,7 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
 
 
 def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time(pool, trainer, tmp_path):
-    engine = PlainEngine(capacity=3)
-    engine.go.clear()
+    engine = PlainEngine(capacity=3, holds=True)
     trainer.publish(0)
     tasks = trainer.put_tasks(0, range(8))
     with working(pool, tmp_path / "worker", engine):
@@ -179,7 +179,7 @@ def test_a_version_is_its_number_and_its_bits(pool, trainer, tmp_path):
         trainer.publish(1)  # a learning rate of 0: no update changes a weight, and the version has its own number
         (drawn,) = trainer.wait(trainer.put_tasks(1, range(2, 3)))
     assert engine.weights == [first.sha256, second.sha256, second.sha256]
-    assert {number for row in drawn.versions for number in row} == {1}
+    assert {*chain(*drawn.versions)} == {1}
 
 
 def test_a_worker_that_joins_begins_with_the_version_that_is_drawn_with(pool, trainer, tmp_path):
@@ -195,8 +195,7 @@ def test_a_worker_that_joins_begins_with_the_version_that_is_drawn_with(pool, tr
 
 def test_leases_live_while_the_engine_is_busy(pool, trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "RENEWALS", 100)  # of the pool's 30 s
-    engine = PlainEngine()
-    engine.go.clear()
+    engine = PlainEngine(holds=True)
     trainer.publish(0)
     trainer.put_tasks(0, range(1))
     with working(pool, tmp_path / "worker", engine):
@@ -258,7 +257,7 @@ def test_between_groups_an_engine_takes_the_newest_version_whatever_the_tasks(po
             tasks = trainer.put_tasks(0, range(2 * version, 2 * version + 4))
             drawn += zip(tasks, trainer.wait(tasks), strict=True)
     for task, group in drawn:
-        (version,) = {number for row in group.versions for number in row}
+        (version,) = {*chain(*group.versions)}
         for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
             with torch.no_grad():
                 logits = policies[version](torch.tensor([task.prompt_ids + ids])).logits[0, -len(ids) - 1 : -1]
@@ -271,8 +270,7 @@ def test_between_groups_an_engine_takes_the_newest_version_whatever_the_tasks(po
 def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_before_their_proof(
     pool, rolling, tmp_path, caplog
 ):
-    engine = PlainEngine(capacity=2, loads_in_flight=True)
-    engine.go.clear()
+    engine = PlainEngine(capacity=2, loads_in_flight=True, holds=True)
     rolling.publish(0)
     tasks = rolling.put_tasks(0, range(2))  # the engine is full
     with working(pool, tmp_path / "worker", engine):
@@ -374,8 +372,7 @@ def test_without_a_run_or_weights_it_waits_and_says_so(pool, model_folder, tmp_p
 
 
 def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_path):
-    engine = PlainEngine(capacity=3)
-    engine.go.clear()
+    engine = PlainEngine(capacity=3, holds=True)
     trainer.publish(0)
     trainer.put_tasks(0, range(2))  # room for one more: the worker asks the pool for it as it ends
     with working(pool, tmp_path / "worker", engine) as (worker, _):

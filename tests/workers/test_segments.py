@@ -59,29 +59,27 @@ def test_a_completion_is_what_was_drawn_and_answered_in_turn(tokenizer):
 
 def test_a_completion_waits_for_its_own_answers_alone(tokenizer):
     """The first one's answer comes when all others have ended."""
-    ended = []
-
-    class Slow:
-        def begin(self, example, name=None):
-            return Dialogue()
+    ended, waiting = [], Future()
 
     class Dialogue:
         outcome = Outcome(True, [])
 
         def answer(self, drawn, room):
-            first.setdefault("dialogue", self)
-            if first["dialogue"] is self:
-                return waiting
-            return None
+            return waiting if self is dialogues[0] else None
 
         def close(self):
             ended.append(self)
             if len(ended) == RUN.num_generations - 1:
                 waiting.set_result(None)
 
-    first, waiting = {}, Future()
+    class Slow:
+        def begin(self, example, name=None):
+            dialogues.append(Dialogue())
+            return dialogues[-1]
+
+    dialogues = []
     group = draw_in_turns(WorkerTools(Slow(), tokenizer), RUN, TASK, drawer())
-    assert ended[-1] is first["dialogue"] and len(ended) == 8 and len(group.outcomes) == 8
+    assert ended[-1] is dialogues[0] and len(ended) == 8 and len(group.outcomes) == 8
 
 
 def test_what_fails_ends_the_group_and_closes_all_of_it(tokenizer):

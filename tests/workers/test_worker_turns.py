@@ -51,9 +51,13 @@ def test_a_worker_with_what_the_run_has_is_taken(worker, served, settings):
 @pytest.mark.parametrize(
     ("served", "settings", "says"),
     [
-        (PLAIN, {"tools": ["{file}:add"]}, r"^tools=\['.*own.py:add'\]: run runs/a has none: leave them out$"),
+        (
+            PLAIN,
+            {"tools": ["{file}:add"]},
+            r"^tools=\['.*own.py:add'\]: run runs/a has none: name the files of its tools",
+        ),
         (PLAIN, {"environment": "{file}:Guess"}, r"^environment='.*': that of run runs/a is None: leave it out$"),
-        (run(["add", "mul"]), {}, r"^tools=\[\]: run runs/a has add, mul: name their files, as the trainer does$"),
+        (run(["add", "mul"]), {}, r"^tools=\[\]: run runs/a has add, mul: name the files of its tools, as the"),
         (run([], "a.py:Guess"), {}, r"^environment=None: that of run runs/a is Guess: name its file, .*:Guess, as the"),
         (
             run([], "a.py:Guess"),
