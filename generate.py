@@ -62,7 +62,7 @@ def make_engine(config: WorkerConfig) -> Engine:
 
 
 def run(config: WorkerConfig) -> int:
-    """Draw until a signal comes, or the worker fails. Return the exit code."""
+    """Draw until a signal comes; return the exit code then. Raises what ends the worker."""
     stop = threading.Event()
     stopped = take_signals(stop)
     check_pool(config)
@@ -73,11 +73,8 @@ def run(config: WorkerConfig) -> int:
         work.add_done_callback(lambda _: stop.set())
         stop.wait()  # this thread waits for signals
         worker.close()
-    if work.done() and (failure := work.exception()):
-        if not isinstance(failure, (ServerError, WorkerFailed, ConfigError)):
-            traceback.print_exception(failure)  # a defect of ours
-        say_once(str(failure))
-        return 2 if isinstance(failure, ConfigError) else 1
+    if work.done():
+        work.result()  # raises what ended it
     return 130 if stopped == [signal.SIGINT] else 0
 
 
@@ -111,9 +108,12 @@ def main() -> int:
     try:
         allow_open_files()
         return run(config)
-    except (ConfigError, ServerError) as error:
+    except (ConfigError, ServerError, WorkerFailed) as error:
         say_once(str(error))
         return 2 if isinstance(error, ConfigError) else 1
+    except Exception:  # a defect of ours
+        traceback.print_exc()
+        return 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from grpo.data.records import Example, Outcome
+from grpo.pool.protocol import GroupResult
+from grpo.wire.tool_outcomes import cut_segments
 
 Answer = Callable[[list[int], int], list[int] | None]
 """takes what was drawn, and how many segments there were before; None ends the completion"""
@@ -20,6 +22,22 @@ def by_sum(drawn: list[int], turn: int) -> list[int] | None:
     if sum(drawn) % 5 == 0 or turn == 3:
         return None
     return [(sum(drawn) + 7 * place + turn) % 60 + 3 for place in range(sum(drawn) % 7)]
+
+
+def by_parity(drawn: list[int], turn: int) -> list[int] | None:
+    """One to three ids, an eos among them; None after every other segment."""
+    return None if sum(drawn) % 2 else [5 + (sum(drawn) + turn) % 40, 2, 7][: 1 + sum(drawn) % 3]
+
+
+def count_answers(group: GroupResult) -> int:
+    """Assert that each answer in a group is that of `by_parity` to the segment before it; return how many there are."""
+    answers = 0
+    for ids, mask in zip(group.completions, group.drawn, strict=True):
+        parts = cut_segments(ids, mask)
+        for turn, ((_, segment), (_, answer)) in enumerate(zip(parts[:-1:2], parts[1::2], strict=True)):
+            assert answer == by_parity(segment, turn)
+            answers += 1
+    return answers
 
 
 class Scripted:

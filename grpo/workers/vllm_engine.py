@@ -144,12 +144,9 @@ class VllmEngine:
         """Draw a group: in one request, so that its completions share the prompt's keys and values; with turns each
         segment in one, which finds those of the segments before it in the server's cache."""
         run, version = self.run, self._version
-        if len(task.prompt_ids) + run.max_completion_length > self._longest:
-            raise EngineError(
-                f"vllm_args: --max-model-len is {self._longest}, and group {task.group} has a prompt of "
-                f"{len(task.prompt_ids)} tokens before max_completion_length {run.max_completion_length}: give vLLM "
-                "more memory, or a larger --max-model-len"
-            )
+        if (needed := len(task.prompt_ids) + run.max_completion_length) > self._longest:
+            reason = f"vllm_args: --max-model-len is {self._longest}, and group {task.group} needs {needed} tokens"
+            raise EngineError(f"{reason}: give vLLM more memory, or a larger --max-model-len")
         if self.turns is not None:
             return draw_in_turns(self.turns, run, task, lambda ids, room: self._draw_segments(ids, 1, room, version)[0])
         segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)

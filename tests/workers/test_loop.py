@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from grpo.client.server_errors import ServersUnavailable
 from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
-from grpo.data.records import Example
+from grpo.data.records import Example, Rollout
 from grpo.model.trial import make_batcher
 from grpo.pool.client import PoolClient
 from grpo.pool.protocol import Lease, Task
@@ -73,20 +73,23 @@ def working(pool, folder, engine, **settings):
         assert not thread.is_alive()
 
 
+def sampling(trainer: Trainer, turns=None):
+    """Return what draws a task's rollouts in this process, as the trainer would."""
+    run, batcher = trainer.run, make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
+    sizes = run.max_completion_length, 64, batcher.longest_packed
+    sampler = make_sampler(trainer.model, trainer.tokenizer, *sizes, turns=turns)
+
+    def draw(task: Task) -> list[Rollout]:
+        prompt, columns = trainer.tokenizer.decode(task.prompt_ids), json.loads(task.columns or "{}")
+        example, seed = Example(0, prompt, task.prompt_ids, columns), run.seed + (task.attempt << 32)
+        return sampler.sample([example], run.num_generations, run.temperature, seed, ids=[task.group])[0]
+
+    return draw
+
+
 def test_it_draws_to_the_last_bit_what_the_trainer_would_draw_group_by_group(pool, trainer, tmp_path):
-    batcher = make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
-    sampler = make_sampler(
-        trainer.model, trainer.tokenizer, trainer.run.max_completion_length, 64, batcher.longest_packed
-    )
-
-    def by_trainer(task):
-        run, example = trainer.run, Example(0, "", task.prompt_ids, {})
-        seed = run.seed + (task.attempt << 32)
-        (rollouts,) = sampler.sample([example], run.num_generations, run.temperature, seed, ids=[task.group])
-        return [(rollout.completion_ids, rollout.sampling_logprobs) for rollout in rollouts]
-
-    config = WorkerConfig(pool=pool.url)
-    with working(pool, tmp_path / "worker", TransformersEngine(config)):
+    draw = sampling(trainer)
+    with working(pool, tmp_path / "worker", TransformersEngine(WorkerConfig(pool=pool.url))):
         assert trainer.model.config.tie_word_embeddings  # the head must follow the weights that come as deltas too
         for version in range(3):
             trainer.learn(seed=version)
@@ -94,7 +97,8 @@ def test_it_draws_to_the_last_bit_what_the_trainer_would_draw_group_by_group(poo
             tasks = trainer.put_tasks(version, range(6 * version, 6 * version + 6))
             tasks += trainer.put_tasks(version, range(6 * version, 6 * version + 1), attempt=2)
             for task, drawn in zip(tasks, trainer.wait(tasks), strict=True):
-                assert [*zip(drawn.completions, drawn.logprobs, strict=True)] == by_trainer(task)
+                expected = [(rollout.completion_ids, rollout.sampling_logprobs) for rollout in draw(task)]
+                assert [*zip(drawn.completions, drawn.logprobs, strict=True)] == expected
                 assert {*chain(*drawn.versions)} == {version}
 
 
@@ -114,8 +118,7 @@ class Guess:
 def game(model_folder, tmp_path):
     """A model with so many ends that random weights find one soon, and an environment to play with."""
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    config = GenerationConfig(eos_token_id=[2, *range(100, 130)])
-    config.save_pretrained(folder)
+    GenerationConfig(eos_token_id=[2, *range(100, 130)]).save_pretrained(folder)
     (tmp_path / "game.py").write_text(GAME)
     return folder, f"{tmp_path / 'game.py'}:Guess"
 
@@ -128,23 +131,18 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
     changes = {"turns": of_run, "max_completion_length": 80}
     trainer = Trainer(PoolClient(pool.url), folder, tmp_path / "trainer", **changes)
     trainer.publish(0)
-    prompts = enumerate(PROMPTS)
-    tasks = [Task(group, 0, 0, prompt, json.dumps({"secret": group})) for group, prompt in prompts]
+    tasks = [Task(group, 0, 0, prompt, json.dumps({"secret": group})) for group, prompt in enumerate(PROMPTS)]
     trainer.client.put_tasks(tasks)
     with working(pool, tmp_path / "none", PlainEngine()) as (_, ended):
         wait_until(lambda: ended)
     assert isinstance(ended[0], ConfigError)
     assert str(ended[0]).startswith("environment=None: that of run runs/test is Guess: name its file")
-    batcher = make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
     turns = start_turns(settings, trainer.tokenizer, trainer.run.eos_token_ids)
-    sampler = make_sampler(trainer.model, trainer.tokenizer, 80, 64, batcher.longest_packed, turns=turns)
+    draw = sampling(trainer, turns)
     config, answers = WorkerConfig(pool=pool.url, environment=environment), 0
     with working(pool, tmp_path / "worker", TransformersEngine(config), environment=environment) as (_, ended):
         for task, drawn in zip(tasks, trainer.wait(tasks), strict=True):
-            example = Example(0, trainer.tokenizer.decode(task.prompt_ids), task.prompt_ids, {"secret": task.group})
-            run = trainer.run
-            (rollouts,) = sampler.sample([example], run.num_generations, run.temperature, run.seed, ids=[task.group])
-            for row, rollout in enumerate(rollouts):
+            for row, rollout in enumerate(draw(task)):
                 assert (rollout.completion_ids, rollout.drawn) == (drawn.completions[row], drawn.drawn[row])
                 assert str(rollout.sampling_logprobs) == str(drawn.logprobs[row])  # NaN differs from itself
                 assert rollout.outcome == drawn.outcomes[row]

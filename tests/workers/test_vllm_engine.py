@@ -24,13 +24,12 @@ from conftest import ENVIRONMENT, REPOSITORY
 from pools import distances, score
 from processes import left_of
 from safetensors.torch import load_file, save_file
-from scripted_turns import Scripted
+from scripted_turns import Scripted, by_parity, count_answers
 from servers import wait_until
 from stored import TURNS
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
-from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, check_drawn
-from grpo.wire.tool_outcomes import cut_segments
+from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_engine import SERVER, VllmEngine
 from grpo.workers.vllm_process import VllmServer
@@ -180,24 +179,8 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
         assert min(distances(task, group, run.temperature, {5: new, 7: old})) > 0.1
 
 
-def reply(drawn: list[int], turn: int) -> list[int] | None:
-    """One to three ids, an eos among them; None after every other segment."""
-    return None if sum(drawn) % 2 else [5 + (sum(drawn) + turn) % 40, 2, 7][: 1 + sum(drawn) % 3]
-
-
-def check_in_turns(task: Task, group: GroupResult, run: RunInfo, folders: list[Path]) -> int:
-    """Hold what was drawn of a task against plain transformers, with the folder of each token's version."""
-    check_drawn(group, run, task)
-    assert max(distances(task, group, run.temperature, dict(enumerate(map(load, folders))))) < 1e-4
-    for ids, mask in zip(group.completions, group.drawn, strict=True):
-        parts = cut_segments(ids, mask)
-        for turn, ((_, segment), (_, answer)) in enumerate(zip(parts[:-1:2], parts[1::2], strict=True)):
-            assert answer == reply(segment, turn)
-    return sum(not is_drawn for mask in group.drawn for is_drawn in mask)
-
-
 def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, folders, tokenizer, monkeypatch):
-    turns = Scripted(EOS, reply, delay=lambda drawn: sum(drawn) % 10 / 10)
+    turns = Scripted(EOS, by_parity, delay=lambda drawn: sum(drawn) % 10 / 10)
     with_turns = dataclasses.replace(
         run, turns=TURNS, in_flight_weight_updates=True, num_generations=8, max_completion_length=60
     )
@@ -210,18 +193,24 @@ def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, 
         wait_until(lambda: any(dialogue.asked for dialogue in turns.dialogues))
         engine.load(folders["untied1"], 1)
         groups = [group.result() for group in drawing]
-    both = [folders["untied0"], folders["untied1"]]
-    answers = [check_in_turns(task, group, with_turns, both) for task, group in zip(tasks, groups, strict=True)]
-    assert min(answers) > 0 and {*itertools.chain(*groups[0].versions, *groups[1].versions)} == {0, 1}
+    policies = {0: load(folders["untied0"]), 1: load(folders["untied1"])}
+    for task, group in zip(tasks, groups, strict=True):
+        check_drawn(group, with_turns, task)
+        assert count_answers(group) > 0
+        assert max(distances(task, group, run.temperature, policies)) < 1e-4
+    assert {*itertools.chain(*groups[0].versions, *groups[1].versions)} == {0, 1}
     assert [dialogue.closed for dialogue in turns.dialogues] == [1] * 16
 
 
 def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run, folders, tokenizer):
-    engine, turns = make_fake(stall_seconds=1.5), Scripted(EOS, reply, delay=lambda drawn: 3.0, at_once=False)
+    engine, turns = make_fake(stall_seconds=1.5), Scripted(EOS, by_parity, delay=lambda drawn: 3.0, at_once=False)
     with_turns = dataclasses.replace(run, turns=TURNS, num_generations=2)
     engine.start(with_turns, folders["untied0"], 0, WorkerTools(turns, tokenizer))
     task = Task(0, 0, 0, PROMPT)
-    check_in_turns(task, engine.draw(task), with_turns, [folders["untied0"]])
+    group = engine.draw(task)
+    check_drawn(group, with_turns, task)
+    count_answers(group)
+    assert max(distances(task, group, run.temperature, {0: load(folders["untied0"])})) < 1e-4
     assert turns.dialogues[0].answered
     engine.close()
 
@@ -235,7 +224,7 @@ def test_vllm_never_hears_of_a_file_that_it_cannot_load(engine, run, folders, na
 
 
 def test_a_prompt_that_does_not_fit_is_named(engine, run):
-    with pytest.raises(EngineError, match="^vllm_args: --max-model-len is 512, and group 3 has a prompt of 500 tokens"):
+    with pytest.raises(EngineError, match="^vllm_args: --max-model-len is 512, and group 3 needs 524 tokens"):
         engine.draw(Task(3, 0, 0, [5] * 500))
 
 
