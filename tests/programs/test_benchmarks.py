@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import vision
 from benchmarks.arithmetic import each_alone, padded, prompt_once
-from benchmarks.common import groups, ratios, skewed
+from benchmarks.common import groups
 from benchmarks.options import OPTIONS
 from benchmarks.pool import stored_alone, throughput, written_alone
 from demo.__main__ import CONFIG
@@ -29,11 +29,11 @@ def test_the_counted_rows_are_those_that_are_fed():
     packed = Batcher(0, longest_packed=10**6).make(sequences, "cpu")
     counted = prompt_once(work)
     assert counted.rows == packed.input_ids.numel() and counted.head_rows == len(packed.targets)
-    seen = sum(keys - own for keys, own in zip(packed.tree.key_lengths, packed.tree.segments, strict=True))
+    seen = sum(keys - new for keys, new in zip(packed.tree.key_lengths, packed.tree.segments, strict=True))
     assert seen > 0
     pairs = 0
-    for keys, own in zip(packed.tree.key_lengths, packed.tree.segments, strict=True):
-        pairs += sum(keys - own + place + 1 for place in range(own))
+    for keys, new in zip(packed.tree.key_lengths, packed.tree.segments, strict=True):
+        pairs += sum(keys - new + place + 1 for place in range(new))
     assert counted.pairs == pairs
     assert each_alone(work).rows == sum(len(prompt) + len(rest) - 1 for prompt, rest in sequences)
     widths = [len(prompt) + max(map(len, completions)) for prompt, completions in work]
@@ -47,18 +47,6 @@ def test_the_counted_multiply_adds_of_a_vision_tower_are_those_that_are_computed
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.get_image_features(**pixels)
     assert counter.get_total_flops() == 2 * vision.of_tower(model.config, 64)
-
-
-def test_skewed_lengths_are_mostly_short_and_keep_their_ends():
-    import random
-
-    lengths = skewed(2000, 20, 400, random.Random(0))
-    assert min(lengths) == 20 and 390 < max(lengths) <= 400
-    assert sorted(lengths)[1000] < 20 + 380 / 4
-
-
-def test_ratios_are_of_pairs():
-    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
 
 
 def test_every_benchmark_is_imported():
@@ -77,56 +65,33 @@ def test_every_option_of_the_options_benchmark_is_accepted(tmp_path):
         parse_arguments(LaunchConfig, "", [*given, *words.split()]).check_ranks(2)
 
 
-@pytest.mark.rare
-def test_the_server_benchmark_runs(tmp_path):
-    small = ["--layers", "1", "--groups", "4", "--repeats", "1", "--vocabulary", "1000"]
-    command = [sys.executable, "-m", "benchmarks.ref_server", *small]
-    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    for words in ("times as fast", "of the speed of the same calls", "times less", "added by HTTP"):
-        assert words in done.stdout
+SMALL = {
+    "ref_server": "--layers 1 --groups 4 --repeats 1 --vocabulary 1000",
+    "soak": "--minutes 0.1 --first_minutes 0.05 --turns 2 --clients 4 --layers 1 --hidden 64",
+}
+PRINTED = {
+    "ref_server": ("times as fast", "of the speed of the same calls", "times less", "added by HTTP"),
+    "soak": ("| long | 0.1 |", "| none |", "over a fresh one's, 2 turns: "),
+}
 
 
 @pytest.mark.rare
-def test_the_soak_runs():
-    small = [
-        "--minutes",
-        "0.1",
-        "--first_minutes",
-        "0.05",
-        "--turns",
-        "2",
-        "--clients",
-        "4",
-        "--layers",
-        "1",
-        "--hidden",
-        "64",
-    ]
-    command = [sys.executable, "-m", "benchmarks.soak", *small]
-    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "| long | 0.1 |" in done.stdout and done.stdout.count("| none |") == 2
-    assert "over a fresh one's, 2 turns: " in done.stdout
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_runs(name):
+    command = [sys.executable, "-m", f"benchmarks.{name}", *SMALL[name].split()]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr
+    assert all(words in ended.stdout for words in PRINTED[name])
 
 
 @pytest.mark.rare
 def test_the_gpu_benchmark_goes_through_all_its_parts_without_a_gpu(tmp_path):
     """Everything that will run on a card runs here too, tiny."""
-    environment = {
-        **ENVIRONMENT,
-        "PYTHON": sys.executable,
-        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
-    }
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = ENVIRONMENT | {"PYTHON": sys.executable, "PATH": path}
     out = tmp_path / "gpu.md"
-    done = subprocess.run(
-        ["bash", "benchmarks/gpu.sh", "--tiny", "--out", str(out)],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = ["bash", "benchmarks/gpu.sh", "--tiny", "--out", str(out)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("failed", "not measured", "ended with code", "Traceback"):
         assert words not in out.read_text() + done.stderr

@@ -1,5 +1,7 @@
-"""The unit and the compose file: options that the server knows, and more time to stop than it takes."""
+"""The examples: the unit and the compose file of a server, and a game with its data and its player."""
 
+import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -8,95 +10,120 @@ from dataclasses import fields
 import pytest
 import yaml
 from conftest import REPOSITORY
+from grpo.tools.environment import EnvironmentClass
+from trainer_runs import lines
 
+from examples.guess_the_number.environment import GuessTheNumber
+from examples.guess_the_number.prepare import LARGEST, LUCKY, MAX_TURNS, Game, build_tokenizer, play, write_dataset
 from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
 
 EXAMPLES = REPOSITORY / "examples"
+GAME = EXAMPLES / "guess_the_number"
 PAGE = (REPOSITORY / "docs/reference_server.md").read_text()
 UNIT, COMPOSE = EXAMPLES / "ref_server.service", EXAMPLES / "compose.yaml"
-
-
-def unit() -> dict[str, str]:
-    """Its last assignment of each key."""
-    joined = UNIT.read_text().replace("\\\n", " ")
-    lines = [line.split("=", 1) for line in joined.splitlines() if "=" in line and not line.startswith("#")]
-    return {key.strip(): value.strip() for key, value in lines}
-
-
-def service() -> dict:
-    return yaml.safe_load(COMPOSE.read_text())["services"]["ref_server"]
+SERVICE = yaml.safe_load(COMPOSE.read_text())["services"]["ref_server"]
 
 
 def parsed(options: list[str], token_path: str, tmp_path) -> ServerConfig:
     """By the server's own parser, which reads the token: from a file here."""
     (tmp_path / "token").write_text("secret\n")
     assert any(token_path in option for option in options)
-    return parse_arguments(
+    config = parse_arguments(
         ServerConfig, "", [option.replace(token_path, str(tmp_path / "token")) for option in options]
     )
+    assert config.token == "secret"
+    return config
 
 
-def test_the_unit_starts_the_server_and_gives_it_time_to_stop(tmp_path):
-    python, script, *options = shlex.split(unit()["ExecStart"])
+def test_the_unit_starts_the_server_with_a_gpu_in_reach_and_gives_it_time_to_stop(tmp_path):
+    joined = UNIT.read_text().replace("\\\n", " ")
+    pairs = [line.split("=", 1) for line in joined.splitlines() if "=" in line and not line.startswith("#")]
+    unit = {key.strip(): value.strip() for key, value in pairs}
+    python, script, *options = shlex.split(unit["ExecStart"])
     assert python.startswith("/") and script == "ref_server.py"
-    config = parsed(options, "%d/token", tmp_path)
-    assert config.token == "secret" and unit()["LoadCredential"].startswith("token:")
-    assert float(unit()["TimeoutStopSec"]) > config.drain_timeout
-
-
-def test_a_gpu_is_left_in_reach_of_the_unit():
-    assert not {"PrivateDevices", "MemoryDenyWriteExecute"} & unit().keys()
+    assert unit["LoadCredential"].startswith("token:")
+    assert float(unit["TimeoutStopSec"]) > parsed(options, "%d/token", tmp_path).drain_timeout
+    assert not {"PrivateDevices", "MemoryDenyWriteExecute"} & unit.keys()
+    if shutil.which("systemd-analyze"):
+        # It looks whether the program is there, so the copy names one that is.
+        copy = tmp_path / UNIT.name
+        copy.write_text(UNIT.read_text().replace("/opt/grpo-ref-split/.venv/bin/python", "/bin/true"))
+        ended = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
+        assert ended.returncode == 0 and UNIT.name not in ended.stderr, ended.stderr
 
 
 def test_the_compose_file_starts_the_server_and_gives_it_time_to_stop(tmp_path):
-    config = parsed(service()["command"], "/run/secrets/token", tmp_path)
-    assert config.token == "secret" and service()["secrets"] == ["token"]
-    assert float(service()["stop_grace_period"].removesuffix("s")) > config.drain_timeout
-    assert service()["ports"] == [f"127.0.0.1:{config.port}:{config.port}"]
-    assert f":{config.port}/health" in service()["healthcheck"]["test"][-1]
-
-
-def test_the_health_check_fails_on_a_server_that_is_not_there():
-    _, _, dash_c, script = service()["healthcheck"]["test"]
-    free = script.replace("59875", "1")
-    assert dash_c == "-c" and subprocess.run(["python3", "-c", free], capture_output=True).returncode == 1
-
-
-def test_what_the_image_is_built_of_is_there():
-    build = service()["build"]
-    context = (EXAMPLES / build["context"]).resolve()
-    lines = (context / build["dockerfile"]).read_text().splitlines()
-    copied = [line.split()[1] for line in lines if line.startswith("COPY")]
+    config = parsed(SERVICE["command"], "/run/secrets/token", tmp_path)
+    assert SERVICE["secrets"] == ["token"]
+    assert float(SERVICE["stop_grace_period"].removesuffix("s")) > config.drain_timeout
+    assert SERVICE["ports"] == [f"127.0.0.1:{config.port}:{config.port}"]
+    _, _, dash_c, script = SERVICE["healthcheck"]["test"]
+    assert f":{config.port}/health" in script
+    nobody_there = ["python3", "-c", script.replace(str(config.port), "1")]
+    assert dash_c == "-c" and subprocess.run(nobody_there, capture_output=True).returncode == 1
+    context = (EXAMPLES / SERVICE["build"]["context"]).resolve()
+    dockerfile = (context / SERVICE["build"]["dockerfile"]).read_text()
+    copied = [line.split()[1] for line in dockerfile.splitlines() if line.startswith("COPY")]
     assert copied and all((context / name).exists() for name in copied)
+    if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
+        command = ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
 
 
-def test_systemd_takes_the_unit(tmp_path):
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("no systemd-analyze here")
-    # It looks whether the program is there, so the copy names one that is.
-    copy = tmp_path / UNIT.name
-    copy.write_text(UNIT.read_text().replace("/opt/grpo-ref-split/.venv/bin/python", "/bin/true"))
-    done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
-    assert done.returncode == 0 and UNIT.name not in done.stderr, done.stderr
-
-
-def test_docker_takes_the_compose_file():
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
-    ):
-        pytest.skip("no docker compose here")
-    done = subprocess.run(
-        ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_page_has_every_option():
+def test_the_page_of_the_server_has_every_option_and_a_scrape_configuration():
     assert not [field.name for field in fields(ServerConfig) if f"`{field.name}`" not in PAGE]
-
-
-def test_the_scrape_configuration_is_yaml():
     [job] = yaml.safe_load(PAGE.split("```yaml\n")[1].split("```")[0])["scrape_configs"]
     assert job["static_configs"][0]["targets"] == [f"127.0.0.1:{ServerConfig().port}"]
+
+
+def test_a_game_says_higher_and_lower_and_a_number_found_earlier_is_worth_more():
+    game = GuessTheNumber()
+    row = {"question": "I think of a number.", "secret": 9, "largest": 15}
+    assert game.reset(row) == " It is from 1 to 15."
+    answers = [game.step(text) for text in ("3", "12", "9 or so", "9")]
+    assert answers[:3] == [("higher", 0.0, False), ("lower", 0.0, False), ("a number", 0.0, False)]
+    assert answers[3] == ("", pytest.approx(0.7), True)
+    rewards = []
+    for wrong in range(20):
+        game.reset(row)
+        for _ in range(wrong):
+            game.step("1")
+        rewards.append(game.step("9")[1])
+    assert rewards[0] == 1.0 and rewards[:10] == sorted(set(rewards[:10]), reverse=True) and min(rewards) > 0
+
+
+@pytest.mark.parametrize("superstition", [0.0, 0.7])
+def test_the_player_guesses_what_is_possible_or_lucky(superstition):
+    lucky = total = 0
+    for seed in range(300):
+        game = Game(seed % LARGEST + 1)
+        text = play(game, superstition, random.Random(seed))
+        turns = re.findall(r"(\d+)(?:<\|im_end\|>\n<\|im_start\|>user\n(\w+))?", text)
+        low, high = 1, LARGEST
+        assert len(turns) <= MAX_TURNS
+        for guess, answer in turns:
+            is_possible = low <= int(guess) <= high
+            assert is_possible or (superstition > 0 and int(guess) in LUCKY)
+            lucky, total = lucky + (not is_possible), total + 1
+            low = max(low, int(guess) + 1) if answer == "higher" else low
+            high = min(high, int(guess) - 1) if answer == "lower" else high
+        assert turns[-1][1] == "" and (int(turns[-1][0]) == game.secret or len(turns) == MAX_TURNS)
+    assert (lucky > total / 4) == (superstition > 0)
+
+
+def test_the_settings_of_the_game_name_what_there_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    write_dataset(tmp_path, seed=0)
+    train, test = (lines(tmp_path / f"{name}.jsonl") for name in ("train", "test"))
+    assert [row["secret"] for row in test] == list(range(1, LARGEST + 1)) and len(train) == 32 * LARGEST
+    words = ["--config", f"{GAME}/settings.yaml", "--dataset_name", str(tmp_path)]
+    config = parse_arguments(TrainerConfig, "", words)
+    assert config.max_turns == MAX_TURNS and config.eval_samples == len(test)
+    assert config.dataset_prompt_column in train[0] and config.dataset_answer_column in train[0]
+    environment = EnvironmentClass(f"{GAME}/environment.py:GuessTheNumber")
+    assert environment.is_game and environment.gives_reward and environment.type.is_verdict
+    tokenizer = build_tokenizer()
+    assert all(len(tokenizer.encode(str(number))) == 1 for number in range(1, LARGEST + 1))

@@ -3,11 +3,11 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from pools import Trainer, running_pool
+from servers import wait_until
 
 from grpo.pool.client import PoolClient
 
@@ -57,14 +57,6 @@ def start(*options: str, script: tuple[str, ...] = ("generate.py",), environment
     )
 
 
-def wait_until(is_so, process) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.plain_start
 def test_it_draws_without_the_imports_of_an_engine(pool, model_folder, tmp_path):
@@ -89,8 +81,7 @@ def test_a_signal_in_the_middle_of_a_group_gives_it_back(pool, model_folder, tmp
     trainer.publish(0)
     trainer.put_tasks(0, range(2))
     workers = [start("--pool", pool.url, environment={"TMPDIR": str(tmp_path)}) for _ in range(2)]
-    for worker in workers:
-        wait_until(lambda: trainer.client.status()["tasks"]["leased"] == 2, worker)
+    wait_until(lambda: trainer.client.status()["tasks"]["leased"] == 2, seconds=60)
     for worker, number, code in zip(workers, (signal.SIGTERM, signal.SIGINT), (0, 130), strict=True):
         worker.send_signal(number)
         _, log = worker.communicate(timeout=60)
@@ -102,14 +93,17 @@ def test_a_signal_in_the_middle_of_a_group_gives_it_back(pool, model_folder, tmp
 
 @pytest.mark.slow
 @pytest.mark.plain_start
-def test_a_missing_token_is_said_before_an_engine_is_made(tmp_path):
+def test_what_ends_it_is_one_line_and_said_before_an_engine_is_made(tmp_path):
     (tmp_path / "token").write_text("secret")
     with running_pool(tmp_path, "--token_file", str(tmp_path / "token")) as pool:
-        process = start("--pool", pool.url, script=("-c", LIGHT))
-        _, log = process.communicate(timeout=30)
+        locked = start("--pool", pool.url, script=("-c", LIGHT))
+        away = start("--pool", "http://127.0.0.1:9", "--pool_deadline", "0.3", script=("-c", LIGHT))
+        logs = [process.communicate(timeout=30)[1] for process in (locked, away)]
+    assert locked.returncode == away.returncode == 1
     same = "give pool, trainer and workers the same one, with --token_file FILE or GRPO_REF_TOKEN"
-    says = f"generate.py: error: {pool.url} wants a token: {same}\n"
-    assert (process.returncode, log) == (1, says)
+    assert logs[0] == f"generate.py: error: {pool.url} wants a token: {same}\n"
+    says = "generate.py: error: no answer from http://127.0.0.1:9 for 0 s (it cannot be reached"
+    assert logs[1].splitlines()[-1].startswith(says) and "Traceback" not in logs[1]
 
 
 INTERRUPTED = """
@@ -132,13 +126,3 @@ def test_ctrl_c_during_the_first_imports_is_one_line(program):
     process = start(program, script=("-c", INTERRUPTED))
     _, log = process.communicate(timeout=30)
     assert (process.returncode, log) == (130, f"{program}: error: interrupted before the start\n")
-
-
-@pytest.mark.slow
-@pytest.mark.plain_start
-def test_what_ends_it_is_one_line(tmp_path):
-    process = start("--pool", "http://127.0.0.1:9", "--pool_deadline", "0.3", script=("-c", LIGHT))
-    _, log = process.communicate(timeout=30)
-    last = log.splitlines()[-1]
-    assert process.returncode == 1 and "Traceback" not in log
-    assert last.startswith("generate.py: error: no answer from http://127.0.0.1:9 for 0 s (it cannot be reached")
