@@ -18,7 +18,7 @@ from conftest import running_server
 from proxy import Plan, proxy
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, exact, fake, open_client, request, wait_until
-from trainer_runs import lines, options, run_ranks, start, timeless, wait_for_steps
+from trainer_runs import lines, options, reach, timeless, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client import sessions as http
@@ -112,10 +112,15 @@ def test_a_mixture_is_that_of_a_computation_by_hand_here_and_on_the_server(serve
 
 
 def test_alpha_1_replaces_and_what_was_saved_is_served_under_the_same_fingerprint(server, policy, tokenizer, tmp_path):
+    """Another one each time, also after a step too small for its samples: 64 values of each tensor in bfloat16."""
     with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (client, updates):
         seen = {client.connection.fingerprint}
-        for step in (1, 2):
-            train(policy, step)
+        for step in (1, 2, 3):
+            if step < 3:
+                train(policy, step)
+            else:
+                with torch.no_grad():
+                    policy.model.embed_tokens.weight[-1, -1] += 1e-6
             updates.publish(step)
             check_answers(client, policy)
             folder = tmp_path / "run" / f"reference-{step}"
@@ -124,18 +129,6 @@ def test_alpha_1_replaces_and_what_was_saved_is_served_under_the_same_fingerprin
             assert found == client.connection.fingerprint and found not in seen
             seen.add(found)
         assert all(torch.equal(tensor, parameters(again)[name]) for name, tensor in parameters(policy).items())
-
-
-def test_a_step_too_small_for_the_samples_changes_the_fingerprint_too(server, policy, tokenizer, tmp_path):
-    """They are 64 values of each tensor, rounded to bfloat16."""
-    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (client, updates):
-        updates.publish(1)
-        before = client.connection.fingerprint
-        with torch.no_grad():
-            policy.model.embed_tokens.weight[-1, -1] += 1e-6
-        updates.publish(2)
-        assert client.connection.fingerprint != before
-        check_answers(client, policy)
 
 
 def test_of_a_policy_with_an_adapter_the_whole_is_published(server, policy, tokenizer, tmp_path):
@@ -176,9 +169,8 @@ def test_small_steps_are_not_lost_in_bfloat16(server, policy, tokenizer, tmp_pat
         assert_rounded(saved[name], share * tensor + (1 - share) * first[name], NETWORK)
 
 
-@pytest.mark.parametrize("reset", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_upload_that_is_cut_again_and_again_goes_on_from_where_it_was(
-    server, policy, tokenizer, tmp_path, monkeypatch, reset
+    server, policy, tokenizer, tmp_path, monkeypatch
 ):
     """Every connection ends after 130 kB to the server; what came through whole is not sent again."""
     monkeypatch.setattr(http, "PIECE_BYTES", 100_000)
@@ -186,13 +178,12 @@ def test_an_upload_that_is_cut_again_and_again_goes_on_from_where_it_was(
         proxy(server.port) as between,
         updated_by([between.url], policy, tokenizer, tmp_path / "run") as (client, updates),
     ):
-        train(policy, 100 + reset)
-        between.plan = lambda: Plan(request_bytes=130_000, reset=reset)
+        train(policy, 100)
+        between.plan = lambda: Plan(request_bytes=130_000)
         updates.publish(1)
         between.plan = Plan
         size = (tmp_path / "run" / "reference-1" / "model.safetensors").stat().st_size
-        cuts = between.happened["request reset" if reset else "request cut"]
-        assert size / 130_000 - 1 <= cuts <= 2 * size / 100_000
+        assert size / 130_000 - 1 <= between.happened["request cut"] <= 2 * size / 100_000
         check_answers(client, policy)
 
 
@@ -224,24 +215,16 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
     with ExitStack() as servers:
         first = servers.enter_context(open_server(model_folder, tmp_path))
         first.wait_ready()
-        sent = 0
-
-        def plan():
-            nonlocal sent
-            sent += 1
-            return Plan(delay=0.2)
-
         between = servers.enter_context(proxy(first.port))
         client, updates = servers.enter_context(updated_by([between.url], policy, tokenizer, tmp_path / "run"))
-        between.plan = plan
+        between.plan = lambda: Plan(delay=0.2)
         train(policy, 1)
 
         def kill():
             wait_until(lambda: (tmp_path / "new").exists() and between.happened["delay"] >= 4)
             first.end(signal.SIGKILL)
             assert not list((tmp_path / "new").iterdir())
-            second = servers.enter_context(open_server(model_folder, tmp_path, port=first.port))
-            second.wait_ready()
+            servers.enter_context(open_server(model_folder, tmp_path, port=first.port)).wait_ready()
 
         killer = threading.Thread(target=kill)
         killer.start()
@@ -294,9 +277,9 @@ def test_where_no_server_can_have_it_the_run_ends_with_what_each_said(policy, to
         server = gone.enter_context(fake(health=lambda: (200, {}, replace(HEALTH, takes_updates=True).to_json())))
         with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (_, updates):
             gone.close()
-            with pytest.raises(ServersLost, match="no reference server has got the new weights: .* for 1 s") as said:
+            with pytest.raises(ServersLost, match="no reference server has got the new weights: .* for 1 s") as error:
                 updates.publish(1)
-    assert server.url in str(said.value) and "Connection refused" in str(said.value)
+    assert server.url in str(error.value) and "Connection refused" in str(error.value)
 
 
 def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, tokenizer, tmp_path):
@@ -359,57 +342,39 @@ def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
 
 
 @pytest.mark.slow
-def test_a_run_whose_kl_begins_anew_with_each_update(model_folder, data_folder, letters, tmp_path):
-    run = tmp_path / "run"
-    with open_server(model_folder, tmp_path) as server:
-        server.wait_ready()
-        settings = options(
-            model_folder, data_folder, run, ref_servers=server.url, ref_update_steps=2, max_steps=4, eval_steps=0
-        )
-        ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
-    assert ended.returncode == 0, ended.stdout
-    rows = lines(run / "metrics.jsonl")
-    kl = [row["kl"] for row in rows]
-    for step in range(1, 5):
-        if step in (1, 3):  # the first on a new reference: the same weights
-            assert abs(kl[step - 1]) < NO_KL
-        else:
-            assert kl[step - 1] > NO_KL
-    assert [row["ref_step"] for row in rows] == [0, 0, 2, 2]
-    published = [row["time/publish_ref"] for row in rows if "time/publish_ref" in row]
-    assert len(published) == 1 and published[0] > 0  # nobody would ask after the last
-    assert ended.stdout.count("has the new reference") == 1
-    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [
-        *("model", "reference-0", "reference-2", "tensorboard")
-    ]
-    saved = json.loads((run / "reference-2" / "config.json").read_text())
-    assert len(saved["weights_sha256"]) == 64
-
-
-@pytest.mark.slow
-def test_a_server_killed_between_two_updates_changes_no_number_of_the_run(model_folder, data_folder, letters, tmp_path):
+def test_a_kl_begins_anew_with_each_update_and_a_server_killed_between_two_changes_no_number(
+    model_folder, data_folder, letters, tmp_path
+):
     """It comes back with its first weights and must not answer with them."""
+    changes = {"ref_update_steps": 2, "max_steps": 6, "eval_steps": 0, "ref_deadline": 120, "report_to": "none"}
 
-    def run(name: str, disturb: bool) -> list[dict]:
-        settings = {"ref_update_steps": 2, "max_steps": 7, "eval_steps": 0, "ref_deadline": 120, "report_to": "none"}
+    def run(name: str, is_killed: bool) -> str:
         with ExitStack() as servers:
             server = servers.enter_context(open_server(model_folder, tmp_path, "--deterministic", "true"))
             server.wait_ready()
-            words = options(model_folder, data_folder, tmp_path / name, ref_servers=server.url, **settings)
-            process = start(*words, *letters)
-            if disturb:
-                wait_for_steps(process, tmp_path / name, 3)
-                server.end(signal.SIGKILL)
-                again = open_server(model_folder, tmp_path, "--deterministic", "true", port=server.port)
-                servers.enter_context(again)
-            output, _ = process.communicate(timeout=200)
+            settings = options(model_folder, data_folder, tmp_path / name, ref_servers=server.url, **changes)
+            with training(2, [*settings, *letters]) as process:
+                if is_killed:
+                    reach(process, tmp_path / name, 3)
+                    server.end(signal.SIGKILL)
+                    again = open_server(model_folder, tmp_path, "--deterministic", "true", port=server.port)
+                    servers.enter_context(again)
+                output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
-        assert ("out of rotation" in output) == disturb and output.count("has the new reference") >= 3
-        rows = timeless(tmp_path / name)
-        assert [row["ref_step"] for row in rows] == [0, 0, 2, 2, 4, 4, 6]
-        return rows
+        return output
 
-    quiet = run("quiet", disturb=False)
+    output = run("quiet", is_killed=False)
+    assert "out of rotation" not in output and output.count("has the new reference") == 2
+    folder = tmp_path / "quiet"
+    rows = timeless(folder)
+    assert [row["ref_step"] for row in rows] == [0, 0, 2, 2, 4, 4]
     # It grows until the next update; the first step on a new reference has the same weights as that.
-    assert [abs(row["kl"]) < NO_KL for row in quiet] == [True, False, True, False, True, False, True]
-    assert run("disturbed", disturb=True) == quiet
+    assert [abs(row["kl"]) < NO_KL for row in rows] == [True, False] * 3
+    published = [row["time/publish_ref"] for row in lines(folder / "metrics.jsonl") if "time/publish_ref" in row]
+    assert len(published) == 2 and min(published) > 0  # nobody would ask after the last
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["model", "reference-0", "reference-4"]
+    assert len(json.loads((folder / "reference-4/config.json").read_text())["weights_sha256"]) == 64
+
+    output = run("disturbed", is_killed=True)
+    assert "out of rotation" in output and output.count("has the new reference") >= 2
+    assert timeless(tmp_path / "disturbed") == rows
