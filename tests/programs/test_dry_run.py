@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port
-from transformers import AutoConfig, AutoTokenizer, BloomConfig, JetMoeConfig, MambaConfig, Qwen2Config, RwkvConfig
+from transformers import AutoTokenizer, BloomConfig, JetMoeConfig, MambaConfig, Qwen2Config
 
 from demo.task import write_dataset
 from grpo.config.errors import ConfigError, RewardError
@@ -25,26 +25,24 @@ from grpo.trainer.rank_memory import RankWork, rank_memory
 
 
 @pytest.fixture(scope="module")
-def weightless(model, tokenizer, tmp_path_factory) -> str:
+def weightless(model_folder, tmp_path_factory) -> str:
     """The tiny model's folder without its weights."""
-    folder = tmp_path_factory.mktemp("weightless")
-    AutoConfig.from_pretrained(model.config._name_or_path).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    ignored = shutil.ignore_patterns("*.safetensors")
+    return str(shutil.copytree(model_folder, tmp_path_factory.mktemp("weightless") / "tiny", ignore=ignored))
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("few")
+def problems(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("problems")
     write_dataset(folder, seed=0, train_size=80, test_size=16)
     return str(folder)
 
 
 @pytest.fixture
-def given(weightless, few, tmp_path) -> dict:
+def given(weightless, problems, tmp_path) -> dict:
     return {
         "model_name_or_path": weightless,
-        "dataset_name": few,
+        "dataset_name": problems,
         "output_dir": str(tmp_path / "run"),
         "system_prompt": "",
         "max_prompt_length": 96,
@@ -59,26 +57,37 @@ def given(weightless, few, tmp_path) -> dict:
 
 
 def options(settings: dict) -> list[str]:
-    return [
-        word
-        for name, value in settings.items()
-        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
-    ]
+    lists = {name: value if isinstance(value, list) else [value] for name, value in settings.items()}
+    return [word for name, values in lists.items() for word in (f"--{name}", *map(str, values))]
 
 
-def test_it_finds_everything_and_leaves_nothing(given, model, capsys, tmp_path):
+@pytest.fixture
+def printed(given, capsys):
+    """`printed(**changes)`: what a dry run with these settings prints."""
+
+    def run(**changes) -> str:
+        dry_run(TrainerConfig(**given | changes))
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_it_finds_everything_and_leaves_nothing(given, printed, model, tmp_path):
     activations.cache_clear()
-    dry_run(TrainerConfig(**given))
-    said = capsys.readouterr().out
+    output = printed()
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert f"{count:,} parameters, {count:,} of them trained" in said
-    assert "80 prompts to train on" in said and "10 held out" in said
-    assert "correctness_reward x 1, format_reward x 1" in said
-    assert f"{given['ref_servers'][0]} cannot be reached (Connection refused): a run would wait for it" in said
-    assert "6 prompts x 4 completions over 1 rank" in said and "24 completions a round, 24 at a time" in said
-    for words in ("masters", "AdamW's moments", "KV cache", "activations", "margin", "one run on an H100"):
-        assert words in said
-    as_set, *changed = said.split("as set  ")[1].splitlines()
+    for words in (
+        f"{count:,} parameters, {count:,} of them trained",
+        "80 prompts to train on",
+        "10 held out",
+        "correctness_reward x 1, format_reward x 1",
+        f"{given['ref_servers'][0]} cannot be reached (Connection refused): a run would wait for it",
+        "6 prompts x 4 completions over 1 rank",
+        "24 completions a round, 24 at a time",
+        *("masters", "AdamW's moments", "KV cache", "activations", "margin", "one run on an H100"),
+    ):
+        assert words in output
+    as_set, *changed = output.split("as set  ")[1].splitlines()
     assert "fits a card of 8 GB" in as_set and any("use_peft True" in line for line in changed)
     # Each line is a change that needs less.
     needed = [float(line.split(" GiB")[0].split()[-1]) for line in (as_set, *changed)]
@@ -89,16 +98,15 @@ def test_it_finds_everything_and_leaves_nothing(given, model, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
-def test_an_optimizer_in_8_bits_and_one_on_the_cpu_are_choices_but_not_together(given, optim, capsys, tmp_path):
+def test_an_optimizer_in_8_bits_and_one_on_the_cpu_are_choices_but_not_together(given, printed, optim, tmp_path):
     pytest.importorskip("bitsandbytes")
     # Embeddings stay in 32 bits, so in the tiny model itself 8 bits would spare nothing worth a line.
     wide = Qwen2Config(hidden_size=512, num_hidden_layers=2, num_attention_heads=4, intermediate_size=2048)
     wide.save_pretrained(tmp_path / "wide")
     AutoTokenizer.from_pretrained(given["model_name_or_path"]).save_pretrained(tmp_path / "wide")
-    dry_run(TrainerConfig(**given | {"model_name_or_path": str(tmp_path / "wide"), "optim": optim}))
-    choices = capsys.readouterr().out.split("On a card")[1]
-    plain = optim == "adamw_torch"
-    assert ("optim adamw_8bit" in choices) == plain and ("deepspeed configs/ds_offload.json" in choices) == plain
+    choices = printed(model_name_or_path=str(tmp_path / "wide"), optim=optim).split("On a card")[1]
+    is_plain = optim == "adamw_torch"
+    assert ("optim adamw_8bit" in choices) == ("deepspeed configs/ds_offload.json" in choices) == is_plain
 
 
 def be_rank(rank: int, monkeypatch) -> None:
@@ -108,15 +116,16 @@ def be_rank(rank: int, monkeypatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_a_step_is_cut_as_the_update_cuts_it(given, capsys, monkeypatch):
+def test_a_step_is_cut_as_the_update_cuts_it_and_rank_0_alone_says_so(printed, monkeypatch):
     be_rank(0, monkeypatch)
-    dry_run(TrainerConfig(**given))
-    said = capsys.readouterr().out
-    longest = int(said.split("prompts to train on, of ")[1].split(" to ")[1].split()[0])
+    output = printed()
+    longest = int(output.split("prompts to train on, of ")[1].split(" to ")[1].split()[0])
     # A group is one micro-batch: longest + 4 x 24 tokens, two of them are more than 200.
     assert 2 * (longest + 4 * 24) > 200 and longest + 4 * 24 <= 200
-    assert "over 2 ranks" in said and "3 of 4 completions" in said and "3 at most, of 200 tokens at most" in said
-    assert f"{3 * (longest + 4 * 24)} at most, a shared prompt once" in said
+    assert "over 2 ranks" in output and "3 of 4 completions" in output and "3 at most, of 200 tokens at most" in output
+    assert f"{3 * (longest + 4 * 24)} at most, a shared prompt once" in output
+    be_rank(1, monkeypatch)
+    assert printed() == ""
 
 
 def test_it_logs_in_where_the_model_is_to_be_pushed(given, monkeypatch):
@@ -124,12 +133,6 @@ def test_it_logs_in_where_the_model_is_to_be_pushed(given, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "any")
     with pytest.raises(ConfigError, match="push_to_hub=True: https://.* does not log you in"):
         dry_run(TrainerConfig(**given, push_to_hub=True))
-
-
-def test_only_rank_0_says_it(given, capsys, monkeypatch):
-    be_rank(1, monkeypatch)
-    dry_run(TrainerConfig(**given))
-    assert capsys.readouterr().out == ""
 
 
 def test_it_calls_each_reward_function_once(given, tmp_path, caplog):
@@ -171,12 +174,10 @@ def test_it_plays_a_turn_of_the_environment(given, tmp_path, name, wrong):
         dry_run(TrainerConfig(**given | {"environment": f"{tmp_path}/games.py:{name}"}))
 
 
-def test_the_launcher_starts_the_server(given, capsys, monkeypatch):
+def test_the_launcher_starts_the_server(printed, monkeypatch):
     monkeypatch.setenv("GRPO_COMMAND", "python -m grpo.launch --dry_run")
-    url = f"http://127.0.0.1:{free_port()}"
-    for settings, said in (({}, ", which grpo.launch starts with the run"), ({"ref_servers": [url]}, " cannot be")):
-        dry_run(TrainerConfig(**given | {"ref_servers": None} | settings))
-        assert re.search(f"  reference  http://127.0.0.1:[0-9]+{said}", capsys.readouterr().out)
+    for changes, words in (({"ref_servers": None}, ", which grpo.launch starts with the run"), ({}, " cannot be")):
+        assert re.search(f"  reference  http://127.0.0.1:[0-9]+{words}", printed(**changes))
 
 
 def test_a_model_without_a_chat_template_is_said(given, weightless, tmp_path, caplog):
@@ -194,50 +195,37 @@ def test_it_asks_the_server_once(given, server, capsys):
     assert f"{server.url} is ready: " in capsys.readouterr().out
 
 
-def test_a_server_that_cannot_serve_is_named_and_no_failure(given, server, capsys):
-    dry_run(TrainerConfig(**given | {"reward_funcs": ["format_reward", server.url], "beta": 0.0}))
-    said = capsys.readouterr().out
-    assert f"{server.url} cannot serve this run: serves" in said and "none: beta is 0" in said
-
-
-def test_a_pool_is_asked_once_and_what_workers_draw_is_not_counted(given, server, capsys):
+def test_a_server_that_cannot_serve_is_named_and_no_failure(given, printed, server):
+    output = printed(reward_funcs=["format_reward", server.url], beta=0.0)
+    assert f"{server.url} cannot serve this run: serves" in output and "none: beta is 0" in output
     away = {"sampler": "pool", "pool": f"http://127.0.0.1:{free_port()}", "eval_steps": 0}
-    dry_run(TrainerConfig(**given | away))
-    said = capsys.readouterr().out
-    assert f"sampler    {away['pool']} cannot be reached (Connection refused): a run would wait for it" in said
-    assert "24 completions a round, which workers draw;" in said and "KV cache" not in said
-    dry_run(TrainerConfig(**given | away | {"pool": server.url}))
-    assert f"sampler    cannot come: {server.url} is no pool of rollouts" in capsys.readouterr().out
+    output = printed(**away)
+    assert f"sampler    {away['pool']} cannot be reached (Connection refused): a run would wait for it" in output
+    assert "24 completions a round, which workers draw;" in output and "KV cache" not in output
+    output = printed(**away | {"pool": server.url})
+    assert f"sampler    cannot come: {server.url} is no pool of rollouts" in output
 
 
-def test_an_adapter_is_counted(given, capsys):
+def test_an_adapter_and_weights_in_4_bits_are_counted(printed, server):
     pytest.importorskip("peft")
-    dry_run(TrainerConfig(**given | {"use_peft": True, "lora_target_modules": ["q_proj"], "ref": "adapter_off"}))
-    said = capsys.readouterr().out
-    assert "the trainer itself, its adapter off" in said and "use_peft" not in said and "quantization 4bit" in said
-
-
-def test_weights_in_4_bits_are_counted(given, model, capsys):
     pytest.importorskip("bitsandbytes")
-    dry_run(TrainerConfig(**given | {"use_peft": True, "quantization": "4bit", "ref": "adapter_off"}))
-    said = capsys.readouterr().out
-    assert "4 bit weights unpacked" in said and "quantization 4bit" not in said
+    adapter = {"use_peft": True, "ref": "adapter_off"}
+    output = printed(**adapter, lora_target_modules=["q_proj"])
+    assert "the trainer itself, its adapter off" in output and "use_peft" not in output
+    assert "quantization 4bit" in output
+    output = printed(**adapter, quantization="4bit")
+    assert "4 bit weights unpacked" in output and "quantization 4bit" not in output
+    output = printed(use_peft=True, quantization="4bit", ref_servers=[server.url])
+    assert "with quantization none, and that of the policy is 4bit" in output
 
 
-def test_a_server_with_other_weights_than_a_policy_in_4_bits_is_named(given, server, capsys):
-    pytest.importorskip("bitsandbytes")
-    dry_run(TrainerConfig(**given | {"use_peft": True, "quantization": "4bit", "ref_servers": [server.url]}))
-    assert "with quantization none, and that of the policy is 4bit" in capsys.readouterr().out
-
-
-def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, capsys, tmp_path, monkeypatch):
+def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, printed, tmp_path, monkeypatch):
     settings = json.loads((REPOSITORY / "ds_config.json").read_text())
     settings |= {"zero_force_ds_cpu_optimizer": False, "data_types": {"grad_accum_dtype": "fp32"}}
     settings["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
     (tmp_path / "offload.json").write_text(json.dumps(settings))
-    dry_run(TrainerConfig(**given | {"deepspeed": str(tmp_path / "offload.json")}))
-    said = capsys.readouterr().out
-    assert "weights on their way back" in said and "ds_offload" not in said.split("On a card")[1]
+    output = printed(deepspeed=str(tmp_path / "offload.json"))
+    assert "weights on their way back" in output and "ds_offload" not in output.split("On a card")[1]
     # On a card the host has them, of all ranks of the machine.
     monkeypatch.setenv("LOCAL_SIZE", "3")
     config = TrainerConfig(**given | {"dtype": "float32"})
@@ -259,7 +247,6 @@ def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, capsys,
         {"prompts_per_step": 81},
         {"max_completion_length": 10**6, "soft_punish_cache": 0},
         {"use_peft": True, "lora_target_modules": ["nowhere_proj"]},
-        {"reward_funcs": ["./nowhere/model"]},
     ],
     ids=lambda wrong: [*wrong][-1],
 )
@@ -282,73 +269,62 @@ def of_config(given, tokenizer, tmp_path):
     return settings
 
 
-def test_a_model_that_cannot_recompute_is_refused_as_a_run_refuses_it(of_config, capsys):
+def test_a_model_that_cannot_recompute_is_refused_as_a_run_refuses_it(of_config, printed):
     small = dict(intermediate_size=48, num_key_value_heads=2, kv_channels=8, num_local_experts=2, num_experts_per_tok=1)
     settings = of_config(JetMoeConfig, **small)
-    said = "gradient_checkpointing=True: JetMoeForCausalLM does not know how to: set it to false"
-    with pytest.raises(ConfigError, match=f"^{said}$"):
-        dry_run(TrainerConfig(**settings, gradient_checkpointing=True))
-    dry_run(TrainerConfig(**settings, gradient_checkpointing=False))
-    assert "Memory: no estimate (JetMoeForCausalLM does not run without numbers" in capsys.readouterr().out
+    words = "gradient_checkpointing=True: JetMoeForCausalLM does not know how to: set it to false"
+    with pytest.raises(ConfigError, match=f"^{words}$"):
+        printed(**settings, gradient_checkpointing=True)
+    output = printed(**settings, gradient_checkpointing=False)
+    assert "Memory: no estimate (JetMoeForCausalLM does not run without numbers" in output
 
 
-def test_recomputing_is_no_choice_for_a_model_that_does_not_know_how(given, capsys, monkeypatch):
-    settings = TrainerConfig(**given, gradient_checkpointing=False)
-    dry_run(settings)
-    assert "gradient_checkpointing" in capsys.readouterr().out
-    monkeypatch.setattr("transformers.PreTrainedModel.supports_gradient_checkpointing", False)
-    monkeypatch.setattr("transformers.Qwen2PreTrainedModel.supports_gradient_checkpointing", False)
-    dry_run(settings)
-    assert "gradient_checkpointing" not in capsys.readouterr().out
+def test_recomputing_is_no_choice_for_a_model_that_does_not_know_how(printed, monkeypatch):
+    assert "gradient_checkpointing" in printed(gradient_checkpointing=False)
+    for name in ("PreTrainedModel", "Qwen2PreTrainedModel"):
+        monkeypatch.setattr(f"transformers.{name}.supports_gradient_checkpointing", False)
+    assert "gradient_checkpointing" not in printed(gradient_checkpointing=False)
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (MambaConfig, "MambaForCausalLM has no attention heads, which the formula counts"),
-        (RwkvConfig, "RwkvForCausalLM has no attention heads, which the formula counts"),
         (BloomConfig, "BloomForCausalLM does not let its attention be counted"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_without_a_formula_there_is_no_estimate_and_all_else(kind, reason, of_config, capsys):
-    dry_run(TrainerConfig(**of_config(kind)))
-    said = capsys.readouterr().out
-    assert "80 prompts to train on" in said and "A step: 6 prompts" in said
-    assert f"Memory: no estimate ({reason}" in said.splitlines()[-1]
+def test_without_a_formula_there_is_no_estimate_and_all_else(kind, reason, of_config, printed):
+    output = printed(**of_config(kind))
+    assert "80 prompts to train on" in output and "A step: 6 prompts" in output
+    assert f"Memory: no estimate ({reason}" in output.splitlines()[-1]
 
 
-def test_it_says_where_a_run_goes_on_and_refuses_other_settings(given, tmp_path, capsys):
+def test_it_says_where_a_run_goes_on_and_refuses_other_settings(given, printed, tmp_path):
     run = tmp_path / "run"
-    settings = TrainerConfig(**given | {"resume_from_checkpoint": "last", "eval_steps": 0, "beta": 0.0})
+    changes = {"resume_from_checkpoint": "last", "eval_steps": 0, "beta": 0.0}
+    settings = TrainerConfig(**given | changes)
 
-    def start_of() -> str:
-        dry_run(settings)
-        return re.search(r"^  start +(.*)", capsys.readouterr().out, re.MULTILINE)[1]
+    def start_of(**more) -> str:
+        return re.search(r"^  start +(.*)", printed(**changes | more), re.MULTILINE)[1]
 
     assert start_of() == f"at step 0: there is nothing to resume in {run}"
     assert not run.exists()
-    for step in (2, 3):
-        (run / f"checkpoint-{step}").mkdir(parents=True)
-        write_progress(run / f"checkpoint-{step}", RunDescription(settings, [], 1).fields)
-    with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='{run}/checkpoint-3': the prompts' count and sum"):
+    checkpoint = run / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    write_progress(checkpoint, RunDescription(settings, [], 1).fields)
+    with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='{checkpoint}': the prompts' count and sum"):
         start_of()
     with pytest.raises(ConfigError, match="checkpoint-3': learning_rate is 1e-06 there and 0.1 here: leave it as it"):
-        dry_run(dataclasses.replace(settings, learning_rate=0.1))
-    write_progress(run / "checkpoint-2", {"format": 4})
-    (run / "checkpoint-3/progress.json").write_text("")
-    with pytest.raises(ConfigError, match="checkpoint-2': the checkpoint's format is 4 there and 5 here"):
+        start_of(learning_rate=0.1)
+    write_progress(checkpoint, {"format": 4})
+    with pytest.raises(ConfigError, match="checkpoint-3': the checkpoint's format is 4 there and 5 here"):
         start_of()
     (run / "model").mkdir()
     write_progress(run / "model", {"step": settings.max_steps})
     assert start_of() == f"nothing to do: the run in {run} is done"
-
-
-def test_a_folder_with_a_run_is_refused_before_the_data_is_read(given, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match="it holds a run"):
-        dry_run(TrainerConfig(**given | {"dataset_name": "/no/data"}))
+    with pytest.raises(ConfigError, match="it holds a run"):  # before the data is read
+        printed(dataset_name="/no/data")
 
 
 @pytest.mark.slow
@@ -359,19 +335,11 @@ def test_a_folder_with_a_run_is_refused_before_the_data_is_read(given, tmp_path)
 )
 def test_a_run_would_have_said_the_same(given, wrong, environment):
     command = [sys.executable, "grpo_ref_split.py", *options(given | wrong)]
-    ended = [
-        subprocess.run(
-            [*command, *more],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        for more in (["--dry_run"], [])
-    ]
-    assert [one.returncode for one in ended] == [2, 2]
-    dry, real = (one.stderr.strip().splitlines()[-1] for one in ended)
+    variables = ENVIRONMENT | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    settings = {"cwd": REPOSITORY, "env": variables, "capture_output": True, "text": True, "timeout": 120}
+    dry, real = (subprocess.run([*command, *more], **settings) for more in (["--dry_run"], []))
+    assert dry.returncode == real.returncode == 2
+    dry, real = (ended.stderr.strip().splitlines()[-1] for ended in (dry, real))
     assert dry == real and dry.startswith("grpo_ref_split.py: error: ")
 
 

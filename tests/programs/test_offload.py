@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from altered_trainer import killed_at
 from rounding import FORMULA, assert_rounded
 from trainer_runs import finish, options, training, weights, went_on
 
-KILLED = "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints.delete_old:before:1", "0"
+KILLED = killed_at("grpo.run.checkpoints:Checkpoints.delete_old:before:1")
 
 
 @pytest.mark.slow

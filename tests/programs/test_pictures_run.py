@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pictured
 import pytest
 import torch
+from altered_trainer import killed_at
 from conftest import running_server
 from PIL import Image
 from rounding import NO_KL
@@ -71,8 +72,7 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(words, tmp_p
     with running_server(words.model, tmp_path, *server) as server:
         server.wait_ready()
         finish(1, words(runs[0], server))
-        moment = "grpo.trainer.step:update:after:4"
-        with training(1, words(runs[1], server), "tests/killed_at.py", moment, "0") as process:
+        with training(1, words(runs[1], server), *killed_at("grpo.trainer.step:update:after:4")) as process:
             process.communicate(timeout=120)
         assert went_on(finish(1, words(runs[1], server))) == 3
     rows = timeless(runs[0])

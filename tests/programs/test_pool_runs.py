@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from altered_trainer import killed_at
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
@@ -151,7 +152,7 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
     with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
         served.wait_ready()
         moment = "grpo.trainer.publish_policy:PoolRun.publish:before:3"
-        killed = run_ranks(1, "tests/killed_at.py", moment, "0", *settings, "--pool", served.url)
+        killed = run_ranks(1, *killed_at(moment), *settings, "--pool", served.url)
         assert killed.returncode == -signal.SIGKILL
         before = drawn(tmp_path)
         assert went_on(finish(1, [*settings, "--pool", served.url])) == 2
@@ -182,7 +183,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_n
             tmp_path / "run", pool=served.url, resume_from_checkpoint="last", max_steps=7, save_steps=4, **LAG
         )
         moment = "grpo.trainer.publish_policy:PoolRun.publish:before:7"
-        assert run_ranks(2, "tests/killed_at.py", moment, "0", *settings).returncode == -signal.SIGKILL
+        assert run_ranks(2, *killed_at(moment), *settings).returncode == -signal.SIGKILL
         before = {row[:2]: row for row in drawn(tmp_path)}
         output = finish(1, settings)
     assert went_on(output) == 4

@@ -12,15 +12,14 @@ import signal
 import time
 from contextlib import suppress
 from datetime import datetime
-from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
 import psutil
 import pytest
 import torch
+from altered_trainer import altered, killed_at
 from conftest import running_server
 from processes import left_of, processes_below, ranks_of
 from rounding import NO_KL
@@ -43,9 +42,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.run.checkpoints import Checkpoints, Progress
+from grpo.run.checkpoints import Checkpoints
 from grpo.run.description import RunDescription
-from grpo.run.folder import SaveError
 from grpo.run.recorder import Recorder
 from grpo.run.run_folder import (
     checkpoints,
@@ -116,18 +114,15 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
     run = tmp_path / "run"
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
-        with training(
-            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints.delete_old:after:1", "0"
-        ) as process:
+        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.delete_old:after:1")) as process:
             process.communicate(timeout=120)
-        with training(2, ["400", *words], "tests/full_disk.py") as process:
+        with training(2, words, *altered("limit_files", "400")) as process:
             output, _ = process.communicate(timeout=120)
         assert process.returncode != 0
         errors = [line for line in output.splitlines() if "could not be saved" in line]
         assert len(errors) == 1 and errors[0].startswith("grpo_ref_split.py: error: ")
         assert "checkpoint-4 could not be saved: " in errors[0] and "MiB: make room" in errors[0]
-        assert "MiB of its disk are free) (rank " in errors[0]
-        assert errors[0].endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 2")
+        assert "MiB of its disk are free) (rank " in errors[0] and "--resume_from_checkpoint last" in errors[0]
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
         assert went_on(finish(2, words)) == 2
     check_same(run, undisturbed(2, "full"))
@@ -141,21 +136,19 @@ def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_p
     shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 512, 4096, 6
     shape.num_attention_heads = shape.num_key_value_heads = 8
     shape.layer_types = ["full_attention"] * shape.num_hidden_layers
-    made = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    weigh = sum(item.nbytes for item in made.parameters()) >> 20
-    assert weigh > 150
-    made.save_pretrained(large)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    weigh = sum(item.nbytes for item in model.parameters()) >> 20
+    model.save_pretrained(large)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(large)
     one_step = {"prompts_per_step": 1, "num_generations": 2, "max_completion_length": 4, "max_steps": 1}
     words = setting(tmp_path / "run", "full", beta=0.0, eval_steps=0, save_steps=1, kl_target=1.0, **one_step)
     words[0] = f"--model_name_or_path={large}"
     words = [word for word in words if not word.startswith(("--kl_", "--steps_per", "--num_iter"))]
-    ended = finish(1, ["grpo.run.checkpoints:Checkpoints.save", *words], "tests/peak_of.py")
-    (above,) = re.findall(r"MEMORY above=(\d+)", ended)
+    output = finish(1, words, *altered("measure", "grpo.run.checkpoints:Checkpoints.save"))
+    (above,) = re.findall(r"MEMORY above=(\d+)", output)
     size = sum(item.stat().st_size for item in (tmp_path / "run/checkpoint-1").rglob("*") if item.is_file()) >> 20
     print(f"weights {weigh}, checkpoint {size}, above {above} MiB")
-    assert size > 4.5 * weigh
-    assert int(above) < weigh / 2
+    assert weigh > 150 and size > 4.5 * weigh and int(above) < weigh / 2
 
 
 SIGNALS = [
@@ -229,8 +222,7 @@ def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(setting, m
 def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_path):
     words = setting(tmp_path / "run", "full", beta=0.0, eval_steps=0, save_steps=0, max_steps=10**6)
     words = [word for word in words if not word.startswith("--kl_")]
-    moment = "grpo.trainer.round:Rounds.collect:raises:2"
-    with training(2, words, "tests/killed_at.py", moment, "1") as process:
+    with training(2, words, *killed_at("grpo.trainer.round:Rounds.collect:raises:2", rank=1)) as process:
         reach(process, tmp_path / "run", 4)  # all that the first round feeds
         below = processes_below(process)
         output, _ = process.communicate(timeout=60)
@@ -251,7 +243,7 @@ def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_fold
             output, _ = process.communicate(timeout=90)
         assert process.returncode != 0
         steps = re.findall(r"error: no log-probs for .*ref_deadline .*; .* goes on after step (\d+)", output)
-        assert len(steps) == 1, output
+        assert len(steps) == 1 and server.url in output and "after 3 s" in output, output
     with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
         server.wait_ready()
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
@@ -266,9 +258,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, m
     run = tmp_path / "run"
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
-        with training(
-            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints.delete_old:after:3", "0"
-        ) as process:
+        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.delete_old:after:3")) as process:
             process.communicate(timeout=120)
         newest = run / "checkpoint-6"
         named = json.loads((newest / "progress.json").read_text())["files"]
@@ -285,8 +275,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, m
     warning = f"{run}/checkpoint-6 is damaged: engine/{moments.name} is not as it was written. It is called "
     assert output.count(warning + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
     assert went_on(output) == 4
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [start["step"] for start in starts] == [0, 4]
+    assert [start["step"] for start in lines(run / "starts.jsonl")] == [0, 4]
     assert (run / "checkpoint-6.damaged" / moments.relative_to(newest)).read_bytes() == content
     shutil.rmtree(run / "checkpoint-6.damaged")
     check_same(run, undisturbed(2, "full"))
@@ -316,7 +305,7 @@ def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last", report_to="tensorboard")
         for moment, step in MOMENTS.items():
-            with training(1, words, "tests/killed_at.py", moment, "0") as process:
+            with training(1, words, *killed_at(moment)) as process:
                 output, _ = process.communicate(timeout=120)
             assert process.returncode == -signal.SIGKILL, (moment, output)
             assert went_on(output) in (0, kept), moment  # 0: killed before it said so
@@ -336,7 +325,7 @@ def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_don
         finish(1, setting(straight, "full", ref_servers=server.url, **changes))
     with reference(model_folder, tmp_path / "second") as server:
         words = setting(run, "full", ref_servers=server.url, **changes)
-        with training(1, words, "tests/killed_at.py", "grpo.run.recorder:Recorder.metrics:after:3", "0") as process:
+        with training(1, words, *killed_at("grpo.run.recorder:Recorder.metrics:after:3")) as process:
             process.communicate(timeout=120)
         assert sorted(path.name for path in run.glob("reference-*")) == ["reference-0", "reference-2"]
         finish(1, words)
@@ -374,39 +363,38 @@ def whole(tmp_path):
     return make
 
 
-def checkpoints_of(config: TrainerConfig, folder: Path, tokenizer=None, best_by: str = "") -> Checkpoints:
-    return Checkpoints(config, folder, tokenizer, RunDescription(config, [], 1), "m", "r", 0, best_by)
-
-
-def checkpoint_of(tmp_path, name: str, output_dir: str | None = None) -> Path | None:
-    return next(iter(find_checkpoints(TrainerConfig(resume_from_checkpoint=name, output_dir=output_dir))), None)
+def checkpoints_of(config: TrainerConfig, folder: Path, best_by: str = "") -> Checkpoints:
+    return Checkpoints(config, folder, None, RunDescription(config, [], 1), "m", "r", 0, best_by)
 
 
 def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
-    run = str(tmp_path / "run")
-    assert checkpoint_of(tmp_path, "last", run) is None
+    run = tmp_path / "run"
+
+    def found(name: str, output_dir: Path | None = None) -> list[Path]:
+        given = None if output_dir is None else str(output_dir)
+        return [*find_checkpoints(TrainerConfig(resume_from_checkpoint=name, output_dir=given))]
+
+    assert found("last", run) == []
     whole(9), whole(10)
     for name in ("checkpoint-30", "checkpoint-40.unfinished", "checkpoint-x"):
-        (tmp_path / "run" / name).mkdir()
-    (tmp_path / "run/checkpoint-40.unfinished/progress.json").touch()
-    assert checkpoint_of(tmp_path, "last", run) == tmp_path / "run/checkpoint-10"
-    assert checkpoint_of(tmp_path, run + "/checkpoint-10") == tmp_path / "run/checkpoint-10"
+        (run / name).mkdir()
+    (run / "checkpoint-40.unfinished/progress.json").touch()
+    assert found("last", run)[0] == found(f"{run}/checkpoint-10")[0] == run / "checkpoint-10"
     for name, output_dir, reason in [
         ("last", None, "of which run"),
-        (run, None, "there is no progress.json in it"),
-        (run + "/checkpoint-30", None, "there is no progress.json in it"),
-        (run + "/checkpoint-10", str(tmp_path), "leave output_dir out"),
-        (run + "/checkpoint-9", None, "the run has checkpoint-10 too"),
+        (f"{run}/checkpoint-30", None, "there is no progress.json in it"),
+        (f"{run}/checkpoint-10", tmp_path, "leave output_dir out"),
+        (f"{run}/checkpoint-9", None, "the run has checkpoint-10 too"),
     ]:
         with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*{reason}"):
-            checkpoint_of(tmp_path, name, output_dir)
+            found(name, output_dir)
 
 
-def test_the_newest_and_the_best_are_kept(whole, tmp_path):
+def test_the_newest_and_the_best_are_kept_and_what_cannot_be_read_stops_nothing(whole, tmp_path):
     for step, accuracy in ((2, 0.5), (4, 0.9), (6, 0.9), (8, None), (10, 0.7), (12, None)):
-        whole(step, accuracy)
+        whole(step, accuracy, ref_step=step)
     run = tmp_path / "run"
-    whole(14, math.nan)
+    whole(14, math.nan, ref_step=14)
     for limit, best_by, kept in (
         (0, "eval_accuracy", [2, 4, 6, 8, 10, 12, 14]),
         (6, "eval_accuracy", [4, 6, 8, 10, 12, 14]),
@@ -419,59 +407,48 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
         checkpoints_of(config, run, best_by=best_by).delete_old()
         assert [step_of(path) for path in checkpoints(run)] == kept
         assert len([*run.iterdir()]) == len(kept)
-
-
-def test_a_file_with_a_checkpoints_name_stays(model, tokenizer, tmp_path):
-    (tmp_path / "checkpoint-5").touch()
-    engine = SimpleNamespace(module=model, save_checkpoint=lambda *_, **__: None)
-    with pytest.raises(SaveError, match="/checkpoint-5 could not be saved: Not a directory"):
-        checkpoints_of(TrainerConfig(), tmp_path, tokenizer).save(engine, Progress(0.0, 0.0, step=5))
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
-
-
-def written(folder: Path) -> Path:
-    """A checkpoint with files of some sizes."""
-    (folder / "engine").mkdir(parents=True)
-    for name, size in (("engine/large", 3_000_000), ("model", 70_000), ("rank-0.pickle", 5), ("empty", 0)):
-        (folder / name).write_bytes(bytes(range(250)) * (size // 250) + b"x" * (size % 250))
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    write_progress(
-        folder,
-        {"step": 5, "evaluated": {"eval_reward": math.nan}, "beta": 0.1 + 0.2, "files": sum_files(folder, names)},
-    )
-    return folder
+    for step, accuracy, content in ((4, 0.9, ""), (6, 0.5, None), (8, None, "{}")):
+        folder = whole(step, accuracy, ref_step=step)
+        if content is not None:
+            (folder / "progress.json").write_text(content)
+    kept = checkpoints_of(TrainerConfig(save_total_limit=2), run, best_by="eval_accuracy")
+    assert kept.references() == {6, 14}
+    kept.delete_old()
+    assert [step_of(path) for path in checkpoints(run)] == [6, 14]
 
 
 def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
-    folder, chance = written(tmp_path / "checkpoint-5"), random.Random(0)
+    folder, chance = tmp_path / "checkpoint-5", random.Random(0)
+    (folder / "engine").mkdir(parents=True)
+    sizes = {"engine/large": 3_000_000, "model": 70_000, "rank-0.pickle": 5, "empty": 0}
+    for name, size in sizes.items():
+        (folder / name).write_bytes(bytes(range(250)) * (size // 250) + b"x" * (size % 250))
+    progress = {"step": 5, "evaluated": {"eval_reward": math.nan}, "beta": 0.1 + 0.2}
+    write_progress(folder, progress | {"files": sum_files(folder, sizes)})
     assert damage(folder) is None and [damage(folder, share, 3) for share in range(3)] == [None] * 3
-    whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert len(whole) == 5
 
-    def check(path: Path, reason: str) -> None:
-        reported = damage(folder)
-        assert reported == f"{path.relative_to(folder)} {reason}"
+    def check(path: Path, reason: str = "") -> None:
+        found = damage(folder)
+        assert found.startswith(f"{path.relative_to(folder)} {reason}"), (path, found)
         # Of several parts one sees it, or each.
-        assert sum(damage(folder, share, 3) == reported for share in range(3)) == (
-            3 if path.name == "progress.json" else 1
-        )
+        shares = [damage(folder, share, 3) for share in range(3)]
+        assert shares.count(found) == (3 if path.name == "progress.json" else 1)
 
-    for path, content in whole.items():
-        changed = "is not as it was written"
+    for path, content in {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}.items():
         for damaged in (content[: len(content) // 2], bytes(len(content)), content + b"x"):
             path.write_bytes(damaged)
             if damaged != content:
-                check(path, changed)
+                check(path)
         for place in chance.sample(range(len(content)), min(len(content), 60 if path.name == "progress.json" else 3)):
             flipped = bytes([content[place] ^ 1 << chance.randrange(8)])
             path.write_bytes(content[:place] + flipped + content[place + 1 :])
             if path.name != "progress.json" or json_of(path) != json_of(content):
-                check(path, changed)
+                check(path, "is not as it was written")
         path.unlink()
         check(path, "cannot be read (No such file or directory)")
         path.write_bytes(content)
-    for changed in ("", "[]", "{}", "[" * 10_000, '{"format": 4, "files": {}}', '{"format": true, "sha256": 1}'):
-        (folder / "progress.json").write_text(changed)
+    for text in ("", "[]", "{}", "[" * 10_000, '{"format": 4, "files": {}}', '{"format": true, "sha256": 1}'):
+        (folder / "progress.json").write_text(text)
         check(folder / "progress.json", "is not as it was written")
     (folder / "progress.json").write_text('{"format": 2, "step": 5}')
     with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 2 there and 5 here: use"):
@@ -486,31 +463,14 @@ def json_of(content: Path | bytes):
         return None
 
 
-def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
-    for step, accuracy in ((2, 0.9), (4, 0.5), (6, None), (8, 0.1)):
-        whole(step, accuracy, ref_step=step)
-    for step, content in ((2, ""), (6, "{}")):
-        (tmp_path / f"run/checkpoint-{step}/progress.json").write_text(content)
-    run_checkpoints = checkpoints_of(TrainerConfig(save_total_limit=2), tmp_path / "run", best_by="eval_accuracy")
-    assert run_checkpoints.references() == {4, 8}
-    run_checkpoints.delete_old()
-    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [4, 8]
-
-
 @pytest.mark.parametrize(
     "saved, changes, words",
     [
         ({"model": "x"}, {}, "the model's fingerprint is 'x' there and 'm' here: set model_name_or_path"),
         ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
         ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
-        ({}, {"learning_rate": 2e-6}, "learning_rate is 1e-06 there and 2e-06 here: leave it as it was"),
-        ({"prompts": [3, "x"]}, {"num_generations": 4}, "num_generations is 8 there and 4 here"),
-        ({"model": "x", "reference": "x"}, {"beta": 0}, "beta is 0.04 there and 0 here: leave it as it was"),
-        (
-            {},
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            "chat_template_kwargs is None there and {'enable_thinking': False} here: leave it as it was",
-        ),
+        ({"model": "x", "prompts": [3, "x"]}, {"beta": 0}, "beta is 0.04 there and 0 here: leave it as it was"),
+        ({}, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is None there and {'enable_"),
         ({}, {"max_steps": 7, "lr_scheduler_type": "linear"}, "lr_scheduler_type is 'constant_with_warmup' there"),
     ],
 )
@@ -519,23 +479,6 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
         RunDescription(config, [], 1).check(checkpoint, read_progress(checkpoint))
         checkpoints_of(config, tmp_path).load(checkpoint, None)
-
-
-def values_of_a_row() -> dict:
-    """Values that JSON does not know, and others: made anew with each call, as with each start of a run."""
-    picture = PIL.Image.new("RGB", (3, 2), "red")
-    file = BytesIO()
-    picture.save(file, "PNG")
-    return {
-        "answer": "7",
-        "tests": [{"input": "1", "output": None}],
-        "picture": [EncodedPicture(file.getvalue())],
-        "inner": {"image": picture},
-        "bytes": b"\x00\xff",
-        "date": datetime(2026, 1, 2),
-        "array": np.arange(3000),
-        "object": object(),
-    }
 
 
 @pytest.mark.parametrize(
@@ -553,8 +496,19 @@ def values_of_a_row() -> dict:
 )
 def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name, other):
     def description(**changes) -> RunDescription:
-        example = Example(0, "3 + 4?", [1], values_of_a_row() | changes)
-        return RunDescription(TrainerConfig(), [example], 1)
+        """Of values that JSON does not know, and others: made anew with each call, as with each start of a run."""
+        picture = PIL.Image.new("RGB", (3, 2), "red")
+        values = {
+            "answer": "7",
+            "tests": [{"input": "1", "output": None}],
+            "picture": [EncodedPicture(picture.tobytes())],
+            "inner": {"image": picture},
+            "bytes": b"\x00\xff",
+            "date": datetime(2026, 1, 2),
+            "array": np.arange(3000),
+            "object": object(),
+        }
+        return RunDescription(TrainerConfig(), [Example(0, "3 + 4?", [1], values | changes)], 1)
 
     saved = description().fields
     description().check(tmp_path, saved)
@@ -612,31 +566,22 @@ def test_a_run_is_the_same_for_a_pool_if_what_it_draws_is():
     pool = {"sampler": "pool", "pool": "http://a:1", "importance_sampling_mode": "none"}
     assert identity() == identity(ranks=2) == identity(**pool) == identity(micro_batch_tokens=99, output_dir="x")
     assert identity(max_steps=7) == identity()
-    others = [
-        {"model": "n"},
-        {"examples": [example, example]},
-        {"seed": 1},
-        {"beta": 0},
-        {"lr_scheduler_type": "linear"},
-    ]
-    others += [{"lr_scheduler_type": "linear", "max_steps": 7}, pool | {"max_policy_lag": 1}]
+    linear = {"lr_scheduler_type": "linear"}
+    others = [{"model": "n"}, {"examples": [example, example]}, {"seed": 1}, {"beta": 0}]
+    others += [linear, linear | {"max_steps": 7}, pool | {"max_policy_lag": 1}]
     assert len({identity(), *(identity(**other) for other in others)}) == len(others) + 1
 
 
-def test_a_damaged_line_costs_itself_alone(tmp_path):
-    rows = [json.dumps({"step": step}) + "\n" for step in range(8)]
-    rows[2], rows[6] = "{garbled}\n", "\x00\n"
-    (tmp_path / "metrics.jsonl").write_text("".join(rows))
-    Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=5).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == "".join(rows[:6])
-
-
-def test_a_killed_runs_records_are_cut_where_it_goes_on(tmp_path):
+def test_a_killed_runs_records_are_cut_where_it_goes_on_and_a_damaged_line_costs_itself_alone(tmp_path):
     rows = [{"step": step, "reward": 0.5} for step in range(6)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    texts = [json.dumps(row) + "\n" for row in rows]
     for after, end, kept in ((3, "", 4), (9, '{"step": 6, "rew', 6), (9, "\x00\x00\n", 6), (-1, "", 0)):
-        (tmp_path / "metrics.jsonl").write_text(text + end)
+        (tmp_path / "metrics.jsonl").write_text("".join(texts) + end)
         recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=after)
         recorder.metrics(7, {"reward": 1.0})
         recorder.close()
         assert lines(tmp_path / "metrics.jsonl") == [*rows[:kept], {"step": 7, "reward": 1.0}]
+    texts[2] = "{garbled}\n"
+    (tmp_path / "metrics.jsonl").write_text("".join(texts))
+    Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=4).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(texts[:5])

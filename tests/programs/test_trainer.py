@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from altered_trainer import altered
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
 from rounding import NO_KL, assert_rounded
 from servers import status
@@ -216,7 +217,7 @@ def test_no_token_waits_for_the_whole_device(model_folder, data_folder, letters,
     (tmp_path / "ds.json").write_text(json.dumps(file))
     changes = {"beta": 0, "max_steps": 4, "eval_steps": 0, "report_to": "none", "deepspeed": tmp_path / "ds.json"}
     words = [*options(model_folder, data_folder, tmp_path / "run", **changes), *letters]
-    command = [sys.executable, "tests/syncs_of.py", *words]
+    command = [sys.executable, *altered("count_waits"), *words]
     ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     waits = re.findall(r"^WAITS tokens=(\d+) device=(\d+)$", ended.stdout, re.MULTILINE)
@@ -440,16 +441,3 @@ def test_ctrl_c_ends_in_one_line(model_folder, data_folder, tmp_path):
     assert (run / f"checkpoint-{said.split()[-1]}").is_dir()
     *_, (_, last_step, _), end = (json.loads(line) for line in calls.read_text().splitlines())
     assert last_step == int(said.split()[-1]) and end == ["finish"]
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(model_folder, data_folder, tmp_path):
-    """A file-size limit stands in for the full disk: the record fits below it, the model does not."""
-    run = tmp_path / "run"
-    settings = options(model_folder, data_folder, run, beta=0, max_steps=1, eval_steps=0)
-    ended = run_ranks(1, "tests/full_disk.py", "200", *settings, "--report_to", "none")
-    assert ended.returncode == 1, ended.stdout
-    assert "the model could not be saved" in one_line(ended.stdout)
-    left = ["completions.jsonl", "config.yaml", "metrics.jsonl", "starts.jsonl", "trainer.lock"]
-    assert sorted(path.name for path in run.iterdir()) == left
-    assert os.path.getsize(model_folder / "model.safetensors") > 200 * 1024

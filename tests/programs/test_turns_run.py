@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import callers
 import pytest
 import torch
+from altered_trainer import killed_at
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from pool_runs import Worker, drawn, pool
 from rounding import NO_KL
@@ -66,7 +67,7 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, t
         changes = {"environment": f"{shop}/tools.py:Shop", "beta": 0.1, "ref_servers": server.url}
         undisturbed, killed = run("undisturbed", **changes), run("killed", **changes)
         finish(1, undisturbed)
-        with training(1, killed, "tests/killed_at.py", "grpo.trainer.step:update:after:4", "0") as process:
+        with training(1, killed, *killed_at("grpo.trainer.step:update:after:4")) as process:
             process.communicate(timeout=120)
         assert went_on(finish(1, killed)) == 3
     rows = timeless(run.of("undisturbed"))
@@ -141,7 +142,7 @@ def test_rounds_ahead_are_the_same_after_a_kill_and_in_a_replay(shop, run, tmp_p
             words = run(name, pool=served.url, **shared)
             if name == "struck":
                 moment = "grpo.trainer.publish_policy:PoolRun.publish:before:3"
-                killed = run_ranks(1, "tests/killed_at.py", moment, "0", *words)
+                killed = run_ranks(1, *killed_at(moment), *words)
                 assert killed.returncode == -signal.SIGKILL, killed.stdout
             finish(1, words)
     finish(1, run("again", replay=tmp_path / "quiet/pool.sqlite", **shared))

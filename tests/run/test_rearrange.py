@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from altered_trainer import killed_at
 from rounding import FORMULA, assert_rounded
 from trainer_runs import finish, lines, reference, timeless, training, weights, went_on
 
@@ -26,7 +27,7 @@ def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_fo
     with reference(model_folder, tmp_path / "server 2") as server:
         words = setting(run, kind, draws=False, ref_servers=server.url, resume_from_checkpoint="last")
         for ranks, moment, step in ((2, KILLED + "1", 0), (4, KILLED + "2", 2)):
-            with training(ranks, words, "tests/killed_at.py", moment, "0") as process:
+            with training(ranks, words, *killed_at(moment)) as process:
                 output, _ = process.communicate(timeout=200)
             assert process.returncode != 0 and went_on(output) == step, output
         assert json.loads((run / "checkpoint-6/progress.json").read_text())["ranks"] == 4

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from altered_trainer import altered
 from conftest import ENVIRONMENT, REPOSITORY, free_port
 from processes import left_of, processes_below, ranks_of
 from trainer_runs import options, reach, training
@@ -103,8 +104,8 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
     (tmp_path / "own.py").write_text(HANG)
     words = options(model_folder, data_folder, run, beta=0.0, eval_steps=0, max_steps=10**6, ref_deadline=1)
     words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
-    hurry = ["grpo.run.watchdog:PATIENCE=3", "grpo.run.watchdog:BEAT=0.5", "grpo.run.watchdog:TIME_OUT=9", "--"]
-    with training(2, hurry + words, "tests/with_values.py") as process:
+    hurry = ",".join(f"grpo.run.watchdog:{change}" for change in ("PATIENCE=3", "BEAT=0.5", "TIME_OUT=9"))
+    with training(2, words, *altered("set_values", hurry)) as process:
         reach(process, run, 12)  # a rank tells where it is twice a second: not before its first step any more
         alive = ranks_of(process)
         below = processes_below(process)
