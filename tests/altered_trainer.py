@@ -69,19 +69,6 @@ def limit_files(kib: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(kib) << 10,) * 2)  # Python ignores SIGXFSZ: a write fails
 
 
-def measure(place: str) -> None:
-    """Print how far each call of a function took the process's memory: "MEMORY above=MiB"."""
-    from benchmarks.common import forget_peak, peak_above
-
-    def call(function, *arguments, **options):
-        before = forget_peak()
-        value = function(*arguments, **options)
-        print(f"MEMORY above={peak_above(before) >> 20}", flush=True)
-        return value
-
-    replace(*find(*place.split(":")), call)
-
-
 def count_waits(_: str) -> None:
     """Print how often each round of sampling waited for the whole device: "WAITS tokens=N device=N".
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import pytest
 import torch
 from altered_trainer import altered, killed_at
 from conftest import running_server
+from encoded import encoded
 from processes import left_of, processes_below, ranks_of
 from rounding import NO_KL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,7 +38,6 @@ from trainer_runs import (
     weights,
     went_on,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -77,16 +77,26 @@ def undisturbed(setting, model_folder, tmp_path_factory):
     return of
 
 
+@pytest.fixture
+def resumable(setting, model_folder, tmp_path):
+    """`with resumable(kind, **changes) as (words, server)`: the options of tmp_path/run, and a server of its own."""
+
+    @contextmanager
+    def start(kind: str = "full", **changes):
+        with reference(model_folder, tmp_path / "server") as server:
+            changes = {"ref_servers": server.url, "resume_from_checkpoint": "last"} | changes
+            yield setting(tmp_path / "run", kind, **changes), server
+
+    return start
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5)])
-def test_killed_at_any_moment_it_ends_with_the_same_weights(
-    ranks, kind, kills, setting, undisturbed, model_folder, tmp_path, few
-):
+def test_killed_at_any_moment_it_ends_with_the_same_weights(ranks, kind, kills, resumable, undisturbed, tmp_path, few):
     expected, run, killed = undisturbed(ranks, kind), tmp_path / "run", 0
-    with reference(model_folder, tmp_path / "server") as server:
-        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
+    with resumable(kind) as (words, _):
         for kill in few(range(kills), (kills + 2) // 3):
             chance = random.Random(f"{ranks} {kind} {kill}")
             with training(ranks, words) as process:
@@ -107,13 +117,11 @@ def test_killed_at_any_moment_it_ends_with_the_same_weights(
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
-    setting, undisturbed, model_folder, tmp_path
-):
-    """A limit to what one file may have stands in for the full disk."""
+def test_after_a_full_disk_or_damage_the_run_goes_on_from_the_checkpoint_before(resumable, undisturbed, tmp_path):
+    """A limit to what one file may have stands in for the full disk. The damage is one bit of the optimizer's moments:
+    DeepSpeed would load it without a word."""
     run = tmp_path / "run"
-    with reference(model_folder, tmp_path / "server") as server:
-        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+    with resumable() as (words, _):
         with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.delete_old:after:1")) as process:
             process.communicate(timeout=120)
         with training(2, words, *altered("limit_files", "400")) as process:
@@ -124,31 +132,28 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
         assert "checkpoint-4 could not be saved: " in errors[0] and "MiB: make room" in errors[0]
         assert "MiB of its disk are free) (rank " in errors[0] and "--resume_from_checkpoint last" in errors[0]
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
-        assert went_on(finish(2, words)) == 2
+
+        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.delete_old:after:2")) as process:
+            process.communicate(timeout=120)
+        newest = run / "checkpoint-6"
+        named = json.loads((newest / "progress.json").read_text())["files"]
+        files = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
+        assert named.keys() == files - {"progress.json"}
+        for name, (size, sha256) in named.items():
+            content = (newest / name).read_bytes()
+            assert len(content) == size and hashlib.sha256(content).hexdigest() == sha256
+        (moments,) = newest.glob("engine/*_rank_1_*optim_states.pt")
+        content = bytearray(moments.read_bytes())
+        content[len(content) // 2] ^= 4
+        moments.write_bytes(content)
+        output = finish(2, words)
+    warning = f"{newest} is damaged: engine/{moments.name} is not as it was written. It is called "
+    assert output.count(warning + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
+    assert went_on(output) == 4
+    assert [start["step"] for start in lines(run / "starts.jsonl")] == [0, 2, 2, 4]
+    assert (run / "checkpoint-6.damaged" / moments.relative_to(newest)).read_bytes() == content
+    shutil.rmtree(run / "checkpoint-6.damaged")
     check_same(run, undisturbed(2, "full"))
-
-
-@pytest.mark.slow
-def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_path):
-    """A model of 40 million parameters, 160 MiB in float32; a checkpoint has five times that."""
-    large = tmp_path / "large"
-    shape = AutoConfig.from_pretrained(model_folder)
-    shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 512, 4096, 6
-    shape.num_attention_heads = shape.num_key_value_heads = 8
-    shape.layer_types = ["full_attention"] * shape.num_hidden_layers
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    weigh = sum(item.nbytes for item in model.parameters()) >> 20
-    model.save_pretrained(large)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(large)
-    one_step = {"prompts_per_step": 1, "num_generations": 2, "max_completion_length": 4, "max_steps": 1}
-    words = setting(tmp_path / "run", "full", beta=0.0, eval_steps=0, save_steps=1, kl_target=1.0, **one_step)
-    words[0] = f"--model_name_or_path={large}"
-    words = [word for word in words if not word.startswith(("--kl_", "--steps_per", "--num_iter"))]
-    output = finish(1, words, *altered("measure", "grpo.run.checkpoints:Checkpoints.save"))
-    (above,) = re.findall(r"MEMORY above=(\d+)", output)
-    size = sum(item.stat().st_size for item in (tmp_path / "run/checkpoint-1").rglob("*") if item.is_file()) >> 20
-    print(f"weights {weigh}, checkpoint {size}, above {above} MiB")
-    assert weigh > 150 and size > 4.5 * weigh and int(above) < weigh / 2
 
 
 SIGNALS = [
@@ -163,11 +168,10 @@ SIGNALS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_folder, tmp_path, few):
+def test_stopped_by_any_signal_it_saves_and_goes_on(resumable, undisturbed, tmp_path, few):
     """To all, to the launcher alone, to one rank: each ends all, and nothing is lost."""
     run, kept = tmp_path / "run", 0
-    with reference(model_folder, tmp_path / "server") as server:
-        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last", max_steps=3 * STEPS)
+    with resumable(max_steps=3 * STEPS) as (words, _):
         for receiver, number in few(SIGNALS, 3):
             with training(2, words) as process:
                 reach(process, run, kept + 1)
@@ -192,9 +196,8 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_
 
 @pytest.mark.timed
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(setting, model_folder, tmp_path):
-    with reference(model_folder, tmp_path / "server") as server:
-        words = setting(tmp_path / "run", "full", ref_servers=server.url, max_steps=10**6, save_steps=0, eval_steps=0)
+def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(resumable, tmp_path):
+    with resumable(max_steps=10**6, save_steps=0, eval_steps=0) as (words, server):
         for name in ("twice", "dead"):
             words[2] = f"--output_dir={tmp_path / name}"
             with training(2, words) as process:
@@ -233,10 +236,9 @@ def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_folder, tmp_path):
+def test_a_reference_that_is_lost_costs_no_step(setting, resumable, undisturbed, model_folder, tmp_path):
     run = tmp_path / "run"
-    with reference(model_folder, tmp_path / "server") as server:
-        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last", ref_deadline=3)
+    with resumable(ref_deadline=3) as (words, server):
         with training(2, words) as process:
             reach(process, run, 3)
             server.end(signal.SIGKILL)
@@ -252,36 +254,7 @@ def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_fold
     assert torch.equal(*(next(iter(weights(folder / "model").values())) for folder in (run, undisturbed(2, "full"))))
 
 
-@pytest.mark.slow
-def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, model_folder, tmp_path):
-    """One bit of the optimizer's moments: DeepSpeed would load it without a word."""
-    run = tmp_path / "run"
-    with reference(model_folder, tmp_path / "server") as server:
-        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
-        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.delete_old:after:3")) as process:
-            process.communicate(timeout=120)
-        newest = run / "checkpoint-6"
-        named = json.loads((newest / "progress.json").read_text())["files"]
-        files = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
-        assert named.keys() == files - {"progress.json"}
-        for name, (size, sha256) in named.items():
-            content = (newest / name).read_bytes()
-            assert len(content) == size and hashlib.sha256(content).hexdigest() == sha256
-        (moments,) = run.glob("checkpoint-6/engine/*_rank_1_*optim_states.pt")
-        content = bytearray(moments.read_bytes())
-        content[len(content) // 2] ^= 4
-        moments.write_bytes(content)
-        output = finish(2, words)
-    warning = f"{run}/checkpoint-6 is damaged: engine/{moments.name} is not as it was written. It is called "
-    assert output.count(warning + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
-    assert went_on(output) == 4
-    assert [start["step"] for start in lines(run / "starts.jsonl")] == [0, 4]
-    assert (run / "checkpoint-6.damaged" / moments.relative_to(newest)).read_bytes() == content
-    shutil.rmtree(run / "checkpoint-6.damaged")
-    check_same(run, undisturbed(2, "full"))
-
-
-# When it is killed (killed_at.py; calls are counted from each start), and the last step that was not lost then.
+# When it is killed (altered_trainer.py; calls counted from each start), and the last step that was not lost then.
 MOMENTS = {
     "deepspeed:DeepSpeedEngine._save_zero_checkpoint:after:1": 0,
     "grpo.run.checkpoints:put_in_place:after:1": 2,
@@ -299,11 +272,10 @@ MOMENTS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model_folder, tmp_path):
+def test_killed_in_the_middle_of_all_that_is_written(resumable, undisturbed, tmp_path):
     kind, run, kept = "reference updates", tmp_path / "run", 0
     expected = undisturbed(1, kind)
-    with reference(model_folder, tmp_path / "server") as server:
-        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last", report_to="tensorboard")
+    with resumable(kind, report_to="tensorboard") as (words, _):
         for moment, step in MOMENTS.items():
             with training(1, words, *killed_at(moment)) as process:
                 output, _ = process.communicate(timeout=120)
@@ -481,38 +453,28 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp
         checkpoints_of(config, tmp_path).load(checkpoint, None)
 
 
-@pytest.mark.parametrize(
-    "name, other",
-    [
-        ("answer", "8"),
-        ("tests", [{"input": "1", "output": 2}]),
-        ("picture", [EncodedPicture(b"another")]),
-        ("inner", {"image": PIL.Image.new("RGB", (3, 2), "blue")}),
-        ("bytes", b"\x00\xfe"),
-        ("date", datetime(2026, 1, 3)),
-        ("array", np.arange(3000) + (np.arange(3000) == 1500)),
-        ("hint", "a column that was not there"),
-    ],
-)
-def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name, other):
+COLUMNS = {
+    "answer": ("7", "8"),
+    "tests": ([{"input": "1", "output": None}], [{"input": "1", "output": 2}]),
+    "picture": ([EncodedPicture(encoded())], [EncodedPicture(b"another")]),
+    "inner": ({"image": PIL.Image.new("RGB", (3, 2), "red")}, {"image": PIL.Image.new("RGB", (3, 2), "blue")}),
+    "bytes": (b"\x00\xff", b"\x00\xfe"),
+    "date": (datetime(2026, 1, 2), datetime(2026, 1, 3)),
+    "array": (np.arange(3000), np.arange(3000) + (np.arange(3000) == 1500)),
+    "object": (object(), "no object"),
+}
+"""values of a row that JSON does not know, and others, with other ones"""
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "hint"])
+def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name):
     def description(**changes) -> RunDescription:
-        """Of values that JSON does not know, and others: made anew with each call, as with each start of a run."""
-        picture = PIL.Image.new("RGB", (3, 2), "red")
-        values = {
-            "answer": "7",
-            "tests": [{"input": "1", "output": None}],
-            "picture": [EncodedPicture(picture.tobytes())],
-            "inner": {"image": picture},
-            "bytes": b"\x00\xff",
-            "date": datetime(2026, 1, 2),
-            "array": np.arange(3000),
-            "object": object(),
-        }
+        values = {column: copy.deepcopy(value) for column, (value, _) in COLUMNS.items()}  # as another start reads them
         return RunDescription(TrainerConfig(), [Example(0, "3 + 4?", [1], values | changes)], 1)
 
     saved = description().fields
     description().check(tmp_path, saved)
-    changed = description(**{name: other})
+    changed = description(**{name: COLUMNS[name][1] if name in COLUMNS else "a column that was not there"})
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*: the sum of the column '{name}' is .* the same"):
         changed.check(tmp_path, saved)
     del saved["columns"]  # as in an older checkpoint
