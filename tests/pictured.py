@@ -91,22 +91,34 @@ TILED_TEMPLATE = (
     "{% if content['type'] == 'image' %}<image>{% else %}{{ content['text'] }}{% endif %}"
     "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-IDEFICS_TILES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+IDEFICS_TOKENS = [
+    *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+]
 
 
-def _qwen(processor: str, image_processor: dict, video_processor: str, template: str, text: dict, vision: dict) -> dict:
-    video = {**image_processor, "video_processor_type": video_processor}
-    video.pop("image_processor_type")
+def square(side: int) -> dict:
+    return {"height": side, "width": side}
+
+
+def processors_of(name: str, image_processor: dict, **settings) -> dict:
+    """The files of a family's processors, by their names."""
+    images = {"image_processor_type": f"{name}ImageProcessor", "processor_class": f"{name}Processor"} | image_processor
+    return dict(preprocessor_config=images, processor_config={"processor_class": f"{name}Processor"} | settings)
+
+
+def qwen(name: str, image_processor: dict, text: dict, vision: dict, template: str = QWEN_TEMPLATE) -> dict:
+    sizes = dict(patch_size=PATCH, temporal_patch_size=2)
+    images = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{name}Processor", "merge_size": 2}
+    images |= sizes | image_processor
+    video = {key: value for key, value in images.items() if key != "image_processor_type"}
+    video["video_processor_type"] = f"{'Qwen3' if name == 'Qwen3VL' else 'Qwen2'}VLVideoProcessor"
     return dict(
         tokens=QWEN_TOKENS,
         template=template,
-        # min_pixels of 8 x 8, max_pixels of 64 x 64
-        processor=dict(
-            preprocessor_config={**image_processor, "processor_class": processor},
-            video_preprocessor_config={**video, "processor_class": processor},
-        ),
+        processor=dict(preprocessor_config=images, video_preprocessor_config=video),
         text=dict(**TEXT, bos_token_id=None, **text),
-        vision=dict(depth=2, patch_size=PATCH, spatial_merge_size=2, temporal_patch_size=2, in_channels=3, **vision),
+        vision=dict(depth=2, spatial_merge_size=2, in_channels=3, **sizes, **vision),
         ids=dict(
             image_token_id="<|image_pad|>",
             video_token_id="<|video_pad|>",
@@ -117,62 +129,42 @@ def _qwen(processor: str, image_processor: dict, video_processor: str, template:
 
 
 QWEN_VISION = dict(hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32)
-QWEN_PIXELS = dict(patch_size=PATCH, temporal_patch_size=2, merge_size=2)
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+SIGLIP = dict(model_type="siglip_vision_model", **SIZES, patch_size=PATCH, vision_use_head=False)
+TILES = [[24, 12], [12, 36]]
 FAMILIES = {
-    "qwen2_vl": _qwen(
-        "Qwen2VLProcessor",
-        dict(image_processor_type="Qwen2VLImageProcessor", min_pixels=64, max_pixels=4096, **QWEN_PIXELS, **CLIP),
-        "Qwen2VLVideoProcessor",
-        QWEN_TEMPLATE,
-        dict(rope_parameters=MROPE),
-        dict(embed_dim=32, hidden_size=32, mlp_ratio=2, num_heads=4),
+    "qwen2_vl": qwen(
+        "Qwen2VL",
+        dict(min_pixels=8**2, max_pixels=64**2, **CLIP),
+        text=dict(rope_parameters=MROPE),
+        vision=dict(embed_dim=32, hidden_size=32, mlp_ratio=2, num_heads=4),
     ),
-    "qwen2_5_vl": _qwen(
-        "Qwen2_5_VLProcessor",
-        dict(image_processor_type="Qwen2VLImageProcessor", min_pixels=64, max_pixels=4096, **QWEN_PIXELS, **CLIP),
-        "Qwen2VLVideoProcessor",
-        QWEN_TEMPLATE,
-        dict(rope_parameters=MROPE),
+    "qwen2_5_vl": qwen(
+        "Qwen2_5_VL",
+        dict(min_pixels=8**2, max_pixels=64**2, **CLIP),
+        text=dict(rope_parameters=MROPE),
         # windows of 2 x 2 tokens in the first layer, all of a picture in the second
-        dict(
-            **QWEN_VISION,
-            window_size=16,
-            fullatt_block_indexes=[1],
-        ),
+        vision=dict(**QWEN_VISION, window_size=16, fullatt_block_indexes=[1]),
     ),
-    "qwen3_vl": _qwen(
-        "Qwen3VLProcessor",
-        dict(
-            image_processor_type="Qwen2VLImageProcessorFast",
-            size={"shortest_edge": 64, "longest_edge": 4096},
-            **QWEN_PIXELS,
+    "qwen3_vl": qwen(
+        "Qwen3VL",
+        {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": {"shortest_edge": 8**2, "longest_edge": 64**2},
             **HALVES,
-        ),
-        "Qwen3VLVideoProcessor",
-        QWEN3_TEMPLATE,
-        dict(head_dim=8, rope_parameters={**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}),
-        dict(
-            **QWEN_VISION,
-            num_position_embeddings=64,
-            deepstack_visual_indexes=[0],
-        ),
+        },
+        text=dict(head_dim=8, rope_parameters={**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+        vision=dict(**QWEN_VISION, num_position_embeddings=64, deepstack_visual_indexes=[0]),
+        template=QWEN3_TEMPLATE,
     ),
     "gemma3": dict(
         tokens=GEMMA_TOKENS,
         template=GEMMA_TEMPLATE,
-        processor=dict(
-            preprocessor_config=dict(
-                image_processor_type="Gemma3ImageProcessor",
-                processor_class="Gemma3Processor",
-                size={"height": 16, "width": 16},
-                **HALVES,
-                image_seq_length=4,
-                resample=2,
-                **STEPS | {"do_convert_rgb": None},
-                **dict.fromkeys(["do_pan_and_scan", *(f"pan_and_scan_{name}" for name in PAN_AND_SCAN)]),
-            ),
-            processor_config=dict(image_seq_length=4, processor_class="Gemma3Processor"),
+        processor=processors_of(
+            "Gemma3",
+            dict(size=square(16), **HALVES, image_seq_length=4, resample=2, **STEPS | {"do_convert_rgb": None})
+            | dict.fromkeys(["do_pan_and_scan", *(f"pan_and_scan_{name}" for name in PAN_AND_SCAN)]),
+            image_seq_length=4,
         ),
         text=dict(
             **TEXT,
@@ -182,13 +174,7 @@ FAMILIES = {
             sliding_window=128,
             layer_types=["sliding_attention", "full_attention"],
         ),
-        vision=dict(
-            model_type="siglip_vision_model",
-            **SIZES,
-            image_size=16,
-            patch_size=PATCH,
-            vision_use_head=False,
-        ),
+        vision=dict(**SIGLIP, image_size=16),
         ids=dict(
             image_token_index="<image_soft_token>", boi_token_index="<start_of_image>", eoi_token_index="<end_of_image>"
         ),
@@ -197,34 +183,18 @@ FAMILIES = {
     "llava": dict(
         tokens=LLAVA_TOKENS,
         template=LLAVA_TEMPLATE,
-        processor=dict(
-            preprocessor_config=dict(
-                image_processor_type="CLIPImageProcessor",
-                processor_class="LlavaProcessor",
-                size={"shortest_edge": 12},
-                crop_size={"height": 12, "width": 12},
-                do_center_crop=True,
-                resample=3,
-                **STEPS,
-                **CLIP,
-            ),
-            processor_config=dict(
-                image_token="<image>",
-                num_additional_image_tokens=1,
-                patch_size=PATCH,
-                processor_class="LlavaProcessor",
-                vision_feature_select_strategy="default",
-            ),
+        processor=processors_of(
+            "Llava",
+            dict(image_processor_type="CLIPImageProcessor", size={"shortest_edge": 12}, crop_size=square(12))
+            | dict(do_center_crop=True, resample=3, **STEPS, **CLIP),
+            image_token="<image>",
+            num_additional_image_tokens=1,
+            patch_size=PATCH,
+            vision_feature_select_strategy="default",
         ),
         text=dict(**TEXT, model_type="llama", tie_word_embeddings=False),
         # The layer before the last is read, as in the real one: the last takes no part.
-        vision=dict(
-            model_type="clip_vision_model",
-            **SIZES,
-            image_size=12,
-            patch_size=PATCH,
-            projection_dim=32,
-        ),
+        vision=dict(model_type="clip_vision_model", **SIZES, image_size=12, patch_size=PATCH, projection_dim=32),
         ids=dict(image_token_index="<image>"),
         image_seq_length=9,
         vision_feature_layer=-2,
@@ -234,65 +204,30 @@ FAMILIES = {
     "llava_onevision": dict(
         tokens=LLAVA_TOKENS | dict(extra_special_tokens=["<image>", "<video>", "<end_of_utterance>"]),
         template=TILED_TEMPLATE,
-        processor=dict(
-            preprocessor_config=dict(
-                image_processor_type="LlavaOnevisionImageProcessor",
-                processor_class="LlavaOnevisionProcessor",
-                size={"height": 12, "width": 12},
-                image_grid_pinpoints=(TILES := [[24, 12], [12, 36]]),
-                do_pad=True,
-                **HALVES,
-                resample=3,
-                **STEPS,
-            ),
-            processor_config=dict(
-                num_image_tokens=9,
-                processor_class="LlavaOnevisionProcessor",
-                vision_aspect_ratio="anyres_max_9",
-                vision_feature_select_strategy="full",
-            ),
+        processor=processors_of(
+            "LlavaOnevision",
+            dict(size=square(12), image_grid_pinpoints=TILES, do_pad=True, resample=3, **HALVES, **STEPS),
+            num_image_tokens=9,
+            vision_aspect_ratio="anyres_max_9",
+            vision_feature_select_strategy="full",
         ),
         text=dict(**TEXT, model_type="qwen2"),
-        vision=dict(
-            model_type="siglip_vision_model",
-            **SIZES,
-            image_size=12,
-            patch_size=PATCH,
-            vision_use_head=False,
-        ),
+        vision=dict(**SIGLIP, image_size=12),
         ids=dict(image_token_index="<image>", video_token_index="<video>"),
         image_grid_pinpoints=TILES,
     ),
     # So it does here, and a prompt has the tiles of all its pictures in one row: [1, tiles, ...].
     "idefics3": dict(
-        tokens=LLAVA_TOKENS
-        | dict(
-            extra_special_tokens=[
-                *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
-                *IDEFICS_TILES,
-            ]
-        ),
+        tokens=LLAVA_TOKENS | dict(extra_special_tokens=IDEFICS_TOKENS),
         template=TILED_TEMPLATE,
-        processor=dict(
-            preprocessor_config=dict(
-                image_processor_type="Idefics3ImageProcessor",
-                processor_class="Idefics3Processor",
-                size={"longest_edge": 32},
-                max_image_size={"longest_edge": 16},
-                do_image_splitting=True,
-                do_pad=True,
-                **HALVES,
-                resample=1,
-                **STEPS,
-            ),
-            processor_config=dict(image_seq_len=4, processor_class="Idefics3Processor"),
+        processor=processors_of(
+            "Idefics3",
+            dict(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=True)
+            | dict(do_pad=True, resample=1, **HALVES, **STEPS),
+            image_seq_len=4,
         ),
         text=dict(**TEXT, model_type="llama"),
-        vision=dict(
-            **SIZES,
-            image_size=16,
-            patch_size=PATCH,
-        ),
+        vision=dict(**SIZES, image_size=16, patch_size=PATCH),
         ids=dict(image_token_id="<image>"),
         scale_factor=2,
     ),
