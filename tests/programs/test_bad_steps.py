@@ -3,12 +3,14 @@
 import math
 
 import pytest
-from trainer_runs import lines, one_line, options, plain_python, run_ranks
+from trainer_runs import finish, lines, one_line, options, plain_python
 
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
 from grpo.run.json_lines import read_record, to_json
 from grpo.run.recorder import Recorder
+
+ALONE = {"beta": 0.0, "eval_steps": 0}
 
 REWARD = """
 from pathlib import Path
@@ -20,17 +22,18 @@ def own(prompts, completions, answer, trainer_state, log_extra, log_metric, **co
         log_metric("letters", len(text))
     spoiled = Path(__file__).with_name("spoiled").read_text().splitlines()
     rewards = [float(len(text)) for text in completions]
-    return [1e99 if gold in spoiled and place % 2 else one for place, (gold, one) in enumerate(zip(answer, rewards))]
+    return [
+        1e99 if gold in spoiled and place % 2 else reward for place, (gold, reward) in enumerate(zip(answer, rewards))
+    ]
 """
 
 
 @pytest.mark.slow
 def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model_folder, data_folder, tmp_path):
     """A reward out of scale on the prompts of steps 2 and 4 to 8, mended then."""
-    run, held = tmp_path / "run", {"beta": 0.0, "eval_steps": 0, "max_steps": 9, "scale_rewards": "none"}
-    words = options(model_folder, data_folder, run, **held, resume_from_checkpoint="last")
+    run, changes = tmp_path / "run", {"max_steps": 9, "scale_rewards": "none", "resume_from_checkpoint": "last"}
+    words = options(model_folder, data_folder, run, **ALONE, **changes, reward_funcs=f"{tmp_path / 'own.py'}:own")
     (tmp_path / "own.py").write_text(REWARD)
-    words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
     answers = [line["answer"].rsplit("#### ")[-1] for line in lines(data_folder / "train.jsonl")]
     stream = PromptStream(answers, 4, TrainerConfig().seed)
     drawn = {step: {*stream.examples_of(step - 1)} for step in range(1, 9)}
@@ -39,17 +42,14 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
 
     ended = launch(2, "grpo_ref_split.py", *words)
     assert ended.returncode != 0
-    (said,) = [line for line in ended.stdout.splitlines() if "error: steps" in line]
-    assert (
-        "steps 4, 5, 6, 7, 8 taught the policy nothing: the loss or gradient of the last was not finite" in said
-        and str(run / "bad_steps.jsonl") in said
-    )
-    assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 8")
+    (error,) = [line for line in ended.stdout.splitlines() if "error: steps" in line]
+    assert "steps 4, 5, 6, 7, 8 taught the policy nothing: the loss or gradient of the last was not finite" in error
+    assert str(run / "bad_steps.jsonl") in error
+    assert error.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 8")
     assert ended.stdout.count("is skipped: its loss or gradient is not finite; its 16 completions are in") == 6
 
     (tmp_path / "spoiled").write_text("")
-    ended = run_ranks(2, "grpo_ref_split.py", *words)
-    assert ended.returncode == 0, ended.stdout
+    finish(2, words)
     rows = lines(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [*range(1, 10)]
     assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 2, 3, 4, 5, 6, 6]
@@ -58,11 +58,11 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
     assert [row["done"] for row in rows] == [step / 9 for step in range(9)]
     for row in (rows[0], rows[2], rows[8]):
         assert row["letters"] == row["rewards/own/mean"]
-    assert all(one["gold"] == one["answer"] for one in lines(run / "completions.jsonl"))
+    assert all(sample["gold"] == sample["answer"] for sample in lines(run / "completions.jsonl"))
     kept = lines(run / "bad_steps.jsonl")
-    assert [one["step"] for one in kept] == [step for step in (2, 4, 5, 6, 7, 8) for _ in range(16)]
-    assert {one["answer"] for one in kept if one["reward"] == 1e99} == spoiled
-    assert all(one["prompt"] and "advantage" in one for one in kept)
+    assert [sample["step"] for sample in kept] == [step for step in (2, 4, 5, 6, 7, 8) for _ in range(16)]
+    assert {sample["answer"] for sample in kept if sample["reward"] == 1e99} == spoiled
+    assert all(sample["prompt"] and "advantage" in sample for sample in kept)
 
 
 NONE = """
@@ -76,62 +76,66 @@ def none(prompts, completions, **columns):
 
 def never(prompts, completions, **columns):
     return [None for _ in completions]
-"""
 
-
-@pytest.mark.slow
-def test_steps_without_any_reward_are_said_and_end_the_run_after_some_in_a_row(model_folder, data_folder, tmp_path):
-    """One function's are missing in steps 2 and 4 to 8, the other's always; a punishment for length is no reward."""
-    run, own = tmp_path / "run", tmp_path / "own.py"
-    own.write_text(NONE)
-    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 9, "soft_punish_cache": 4}
-    words = options(model_folder, data_folder, run, **held)
-    ended = plain_python(*words, "--reward_funcs", f"{own}:none", f"{own}:never")
-    assert ended.returncode == 1
-    said = one_line(ended.stdout)
-    assert (
-        "steps 4, 5, 6, 7, 8 taught the policy nothing: in the last none, never returned None for every completion"
-        in said
-    )
-    assert str(run / "completions.jsonl") in said
-    assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 8")
-    lost = [line.partition("step ")[2] for line in ended.stdout.splitlines() if "has no reward" in line]
-    why = "has no reward: none, never returned None for every completion: see 'Steps have no reward' in docs/"
-    assert lost == [f"{step} {why}troubleshooting.md" for step in (2, *range(4, 9))]
-    assert "earned the same reward" not in ended.stdout
-    means = [row["rewards/none/mean"] is None for row in lines(run / "metrics.jsonl")]
-    assert means == [False, True, False, *[True] * 5]
-
-
-FLAT = """
 def flat(completions, trainer_state, **kwargs):
     step = trainer_state.global_step + 1
     return [place / 10 if step == 2 else 0.5 for place, _ in enumerate(completions)]
 """
 
 
-@pytest.mark.slow
-def test_five_steps_in_a_row_with_one_reward_for_all_are_said_once(model_folder, data_folder, tmp_path):
-    run, own = tmp_path / "run", tmp_path / "own.py"
-    own.write_text(FLAT)
-    words = options(model_folder, data_folder, run, beta=0.0, eval_steps=0, max_steps=9)
-    ended = plain_python(*words, "--reward_funcs", f"{own}:flat")
-    assert ended.returncode == 0, ended.stdout
-    assert [row["frac_reward_zero_std"] for row in lines(run / "metrics.jsonl")] == [1, 0, *[1] * 7]
-    (said,) = [line for line in ended.stdout.splitlines() if "earned the same reward" in line]
-    assert "in steps 3 to 7 all completions of each prompt earned the same reward (mean 0.5), so they taught" in said
-    assert "flat gives 0.5 for the gold answer of the first prompt" in ended.stdout
+@pytest.fixture
+def train(model_folder, data_folder, tmp_path):
+    """`train(*functions, **changes)`: the output of a run on functions of NONE, its last error and its metrics."""
+    (tmp_path / "own.py").write_text(NONE)
+
+    def run(*functions: str, code: int = 1, **changes) -> tuple[str, str, list[dict]]:
+        words = options(model_folder, data_folder, tmp_path / "run", **ALONE, **changes)
+        named = [f"{tmp_path / 'own.py'}:{name}" for name in functions]
+        ended = plain_python(*words, *(["--reward_funcs", *named] if named else []))
+        assert ended.returncode == code, ended.stdout
+        return ended.stdout, one_line(ended.stdout) if code else "", lines(tmp_path / "run/metrics.jsonl")
+
+    return run
 
 
 @pytest.mark.slow
-def test_steps_without_a_token_to_train_on_end_the_run_after_some_in_a_row(model_folder, data_folder, tmp_path):
-    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 6, "max_completion_length": 1}
-    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", **held), "--mask_truncated_completions")
-    assert ended.returncode == 1
-    said = one_line(ended.stdout)
-    assert "steps 1, 2, 3, 4, 5 taught the policy nothing: every completion of the last was cut at max_comp" in said
-    assert said.endswith("goes on after step 5")
-    assert [row["masked_steps"] for row in lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4, 5]
+def test_steps_without_any_reward_are_shown_and_end_the_run_after_some_in_a_row(train, tmp_path):
+    """One function's are missing in steps 2 and 4 to 8, the other's always; a punishment for length is no reward."""
+    output, error, rows = train("none", "never", max_steps=9, soft_punish_cache=4)
+    why = "none, never returned None for every completion"
+    assert f"steps 4, 5, 6, 7, 8 taught the policy nothing: in the last {why}" in error
+    assert str(tmp_path / "run/completions.jsonl") in error
+    assert error.endswith(f"--resume_from_checkpoint last --output_dir {tmp_path / 'run'} goes on after step 8")
+    lost = [line.partition("step ")[2] for line in output.splitlines() if "has no reward" in line]
+    why = f"has no reward: {why}: see 'Steps have no reward' in docs/troubleshooting.md"
+    assert lost == [f"{step} {why}" for step in (2, *range(4, 9))]
+    assert "earned the same reward" not in output
+    assert [row["rewards/none/mean"] is None for row in rows] == [False, True, False, *[True] * 5]
+
+
+@pytest.mark.slow
+def test_five_steps_in_a_row_with_one_reward_for_all_are_shown_once(train):
+    output, _, rows = train("flat", code=0, max_steps=9)
+    assert [row["frac_reward_zero_std"] for row in rows] == [1, 0, *[1] * 7]
+    (line,) = [line for line in output.splitlines() if "earned the same reward" in line]
+    assert "in steps 3 to 7 all completions of each prompt earned the same reward (mean 0.5), so they taught" in line
+    assert "flat gives 0.5 for the gold answer of the first prompt" in output
+
+
+@pytest.mark.slow
+def test_steps_without_a_token_to_train_on_end_the_run_after_some_in_a_row(train):
+    _, error, rows = train(max_steps=6, max_completion_length=1, mask_truncated_completions=None)
+    assert "steps 1, 2, 3, 4, 5 taught the policy nothing: every completion of the last was cut at max_comp" in error
+    assert error.endswith("goes on after step 5")
+    assert [row["masked_steps"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_weights_that_one_update_has_ruined_are_not_saved(train, tmp_path):
+    _, error, _ = train(learning_rate=1e25, max_grad_norm=0, save_steps=0, reward_funcs="format_reward")
+    assert "logits are NaN" in error
+    assert error.endswith("usable: lower learning_rate; no checkpoint was saved: begin again")
+    assert not [*(tmp_path / "run").glob("checkpoint-*")]
 
 
 def test_what_is_not_finite_is_null_in_every_file(tmp_path):
@@ -145,19 +149,6 @@ def test_what_is_not_finite_is_null_in_every_file(tmp_path):
     recorder.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None}]
     assert lines(tmp_path / "completions.jsonl")[0]["b"] is None
-    assert [one["step"] for one in lines(tmp_path / "bad_steps.jsonl")] == [1, 1, 2, 2]
+    assert [row["step"] for row in lines(tmp_path / "bad_steps.jsonl")] == [1, 1, 2, 2]
     Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=1).close()
-    assert [one["step"] for one in lines(tmp_path / "bad_steps.jsonl")] == [1, 1]
-
-
-@pytest.mark.slow
-def test_weights_that_one_update_has_ruined_are_not_saved(model_folder, data_folder, tmp_path):
-    run = tmp_path / "run"
-    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 3, "learning_rate": 1e25, "max_grad_norm": 0, "save_steps": 0}
-    ended = plain_python(*options(model_folder, data_folder, run, **held, reward_funcs="format_reward"))
-    assert ended.returncode == 1
-    said = one_line(ended.stdout)
-    assert (
-        said.endswith("usable: lower learning_rate; no checkpoint was saved: begin again") and "logits are NaN" in said
-    )
-    assert "Traceback" not in ended.stdout and not [*run.glob("checkpoint-*")]
+    assert [row["step"] for row in lines(tmp_path / "bad_steps.jsonl")] == [1, 1]

@@ -8,14 +8,10 @@ from types import ModuleType
 
 import datasets
 import pytest
-from rounding import assert_rounded
 from trainer_runs import lines
 
-from demo import pictures, shop, task, tools
-from demo.model import TAGS, answer_of, build_model, build_tokenizer, demonstration_loss, save
-from demo.vision import build_model as build_vision_model
-from demo.vision import build_processor
-from demo.vision import build_tokenizer as build_vision_tokenizer
+from demo import pictures, shop, task, tools, vision
+from demo.model import TAGS, answer_of, build_tokenizer, save
 from grpo.config.server import ServerConfig
 from grpo.model.pictures import load_processor
 from grpo.tools.parse import TurnReader
@@ -122,20 +118,6 @@ def test_the_trainer_reads_and_writes_turns_as_the_model_has_learned_them(tools_
     assert [*ids, *template.encode([answer])] == tools_tokenizer.encode(CALL + tools.respond("52"))
 
 
-def test_the_loss_of_a_demonstration_leaves_out_what_the_tool_says(tools_tokenizer):
-    model, text = build_model(tools_tokenizer), tools.look_up(PROBLEM, random.Random(0))
-    messages = [{"role": "user", "content": PROBLEM.question}]
-    settings = {"tools": tools.TOOLS, "add_generation_prompt": True, "return_tensors": "pt"}
-    prompt = tools_tokenizer.apply_chat_template(messages, **settings)["input_ids"]
-    parts = re.fullmatch(r"(.*?<\|im_end\|>)(.*assistant\n)(.*)", text + "<|im_end|>", re.S).groups()
-    call, response, answer = (tools_tokenizer.encode(part) for part in parts)
-    ids = prompt.new_tensor([prompt[0].tolist() + call + response + answer])
-    logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    first, second = prompt.shape[1] - 1, prompt.shape[1] - 1 + len(call) + len(response)
-    expected = -(logprobs[first : first + len(call)].sum() + logprobs[second:].sum()) / (len(call) + len(answer))
-    assert_rounded(demonstration_loss(model, tools_tokenizer, [(PROBLEM, text)], tools=tools.TOOLS), expected)
-
-
 def test_an_answer_is_the_number_of_shapes_that_a_picture_shows():
     circle, square = (pictures.Shape(name, "red", (8, 8), 6) for name in ("circle", "square"))
     problem = pictures.Problem("are there", "circles", (circle, None, square, *[None] * 6))
@@ -155,9 +137,9 @@ def test_an_answer_is_the_number_of_shapes_that_a_picture_shows():
 
 
 def test_the_trainer_shows_a_picture_as_the_model_has_learned_it(tmp_path):
-    tokenizer = build_vision_tokenizer(seed=0)
-    model = build_vision_model(tokenizer)
-    save(tmp_path / "model", model, tokenizer, build_processor())
+    tokenizer = vision.build_tokenizer(seed=0)
+    model = vision.build_model(tokenizer)
+    save(tmp_path / "model", model, tokenizer, vision.build_processor())
     processor = load_processor(ServerConfig(model_name_or_path=str(tmp_path / "model")), model.config, tokenizer)
     (problem,) = some(pictures, 1)
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": problem.text}]}

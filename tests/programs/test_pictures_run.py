@@ -1,7 +1,6 @@
 """A run of a vision-language model, server and trainer: it begins at a KL of 0, and killed it goes on bit for bit."""
 
 import json
-from types import SimpleNamespace
 
 import pictured
 import pytest
@@ -28,7 +27,7 @@ MAX_PIXELS = 1024
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, letters):
-    """`words(run, server)`: the trainer's options. Some rows have no picture, and one has two."""
+    """`words(run, url)`: the trainer's options. Some rows have no picture, and one has two."""
     folder = tmp_path_factory.mktemp("pictured")
     model, data = pictured.save("qwen2_5_vl", folder / "model"), folder / "data"
     (data / "files").mkdir(parents=True)
@@ -43,23 +42,11 @@ def words(tmp_path_factory, letters):
             rows.append({"question": f"{number}: {question}", "answer": f"#### {number}", "images": files})
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def make(run, server) -> list[str]:
-        changes = {
-            "max_steps": 4,
-            "save_steps": 1,
-            "eval_steps": 0,
-            "steps_per_generation": 2,
-            "num_iterations": 1,
-            "max_completion_length": 12,
-            "max_prompt_length": 200,
-            "beta": 0.1,
-            "ref_servers": server.url,
-            "ref_deadline": 120,
-            "report_to": "none",
-            "resume_from_checkpoint": "last",
-            "max_pixels": MAX_PIXELS,
-        }
-        return [*options(model, data, run, **changes), *letters]
+    def make(run, url: str) -> list[str]:
+        changes = {"max_steps": 4, "save_steps": 1, "eval_steps": 0, "steps_per_generation": 2, "num_iterations": 1}
+        changes |= {"max_completion_length": 12, "max_prompt_length": 200, "max_pixels": MAX_PIXELS}
+        changes |= {"beta": 0.1, "ref_servers": url, "ref_deadline": 120, "resume_from_checkpoint": "last"}
+        return [*options(model, data, run, **changes, report_to="none"), *letters]
 
     make.model = model
     return make
@@ -68,13 +55,13 @@ def words(tmp_path_factory, letters):
 @pytest.mark.slow
 def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(words, tmp_path):
     runs = tmp_path / "undisturbed", tmp_path / "killed"
-    server = ["--deterministic", "true", "--max_pixels", str(MAX_PIXELS)]
-    with running_server(words.model, tmp_path, *server) as server:
+    flags = ["--deterministic", "true", "--max_pixels", str(MAX_PIXELS)]
+    with running_server(words.model, tmp_path, *flags) as server:
         server.wait_ready()
-        finish(1, words(runs[0], server))
-        with training(1, words(runs[1], server), *killed_at("grpo.trainer.step:update:after:4")) as process:
+        finish(1, words(runs[0], server.url))
+        with training(1, words(runs[1], server.url), *killed_at("grpo.trainer.step:update:after:4")) as process:
             process.communicate(timeout=120)
-        assert went_on(finish(1, words(runs[1], server))) == 3
+        assert went_on(finish(1, words(runs[1], server.url))) == 3
     rows = timeless(runs[0])
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert 0 <= rows[0]["kl"] < NO_KL and rows[1]["kl"] > 1e-6
@@ -103,10 +90,8 @@ def check_whole(folder) -> None:
 
 
 def test_the_dry_run_counts_pictures_and_the_tower(words, tmp_path, capsys):
-    server = SimpleNamespace(url="http://127.0.0.1:1")
-    dry_run(parse_arguments(TrainerConfig, "", words(tmp_path / "run", server)))
+    dry_run(parse_arguments(TrainerConfig, "", words(tmp_path / "run", "http://127.0.0.1:1")))
     printed = capsys.readouterr().out
-    print(printed)
     tower = sum(weight.numel() for name, weight in weights(words.model).items() if "visual" in name)
     assert f"  vision     {tower:,} of these parameters are the vision tower's, {tower:,} of them trained\n" in printed
     # The most are in the prompt with pictures of 16 x 24 pixels, 3 x 2 tokens, and of 40 x 40, made smaller: 4 x 4.

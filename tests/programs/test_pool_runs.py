@@ -5,9 +5,8 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from altered_trainer import killed_at
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
-from servers import status
+from servers import status, wait_until
 from trainer_runs import finish, one_line, options, plain_python, run_ranks, start, timeless, training, weights, went_on
 from transformers import AutoModelForCausalLM
 
@@ -46,27 +45,29 @@ def numbers(run: Path) -> list[dict]:
 
 
 def check_same(run: Path, expected: Path) -> None:
-    ours, theirs = weights(run / "model"), weights(expected / "model")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    trained, right = weights(run / "model"), weights(expected / "model")
+    assert trained.keys() == right.keys() and all(torch.equal(trained[name], right[name]) for name in trained)
     assert numbers(run) == numbers(expected)
     assert (run / "completions.jsonl").read_text() == (expected / "completions.jsonl").read_text()
 
 
+@contextmanager
+def drawing(folder: Path, *names: str):
+    """A ready pool with workers."""
+    with pool(folder) as served, workers(served.url, folder, *names):
+        served.wait_ready()
+        yield served
+
+
 def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itself(words, tmp_path):
     """With replaced groups, rounds of two steps and two updates from each, and another pool for the second round."""
-    changes = {
-        "max_resample": 1,
-        "reward_tolerance": 0.15,
-        "steps_per_generation": 2,
-        "num_iterations": 2,
-        "importance_sampling_mode": "none",
-    }
+    changes = {"max_resample": 1, "reward_tolerance": 0.15, "steps_per_generation": 2, "num_iterations": 2}
+    changes |= {"importance_sampling_mode": "none"}
     finish(2, words(tmp_path / "own", **changes))
     for steps, names in ((4, "ab"), (STEPS, "c")):
         folder = tmp_path / f"pool-{steps}"
         folder.mkdir()
-        with pool(folder) as served, workers(served.url, folder, *names):
-            served.wait_ready()
+        with drawing(folder, *names) as served:
             more = {"sampler": "pool", "pool": served.url, "max_steps": steps, "resume_from_checkpoint": "last"}
             finish(2, words(tmp_path / "run", **changes, **more))
             drifts = [worker["drift"] for worker in status(served)["workers"]]
@@ -78,17 +79,10 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
 
 
 def test_of_an_adapter_workers_draw_the_same_and_a_version_has_its_bytes_alone(words, tmp_path):
-    changes = {
-        "use_peft": None,
-        "lora_target_modules": "all-linear",
-        "learning_rate": 1e-2,
-        "max_steps": 2,
-        "save_steps": 0,
-        "importance_sampling_mode": "none",
-    }
+    changes = {"use_peft": None, "lora_target_modules": "all-linear", "learning_rate": 1e-2, "max_steps": 2}
+    changes |= {"save_steps": 0, "importance_sampling_mode": "none"}
     finish(2, words(tmp_path / "own", **changes))
-    with pool(tmp_path) as served, workers(served.url, tmp_path, "a"):
-        served.wait_ready()
+    with drawing(tmp_path, "a") as served:
         finish(2, words(tmp_path / "run", sampler="pool", pool=served.url, **changes))
         versions = PoolClient(served.url).versions()
     check_same(tmp_path / "run", tmp_path / "own")
@@ -101,8 +95,7 @@ def test_of_an_adapter_workers_draw_the_same_and_a_version_has_its_bytes_alone(w
 def undisturbed(words, tmp_path_factory):
     """A folder with a run of lag 1 whose pool and workers nobody ends, all its checkpoints, and its pool's file."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with pool(folder) as served, workers(served.url, folder, "a", "b", "c"):
-        served.wait_ready()
+    with drawing(folder, "a", "b", "c") as served:
         finish(2, words(folder / "run", pool=served.url, save_steps=1, save_total_limit=0, **LAG))
     assert sum(row["resampled_groups"] for row in timeless(folder / "run")) > 0
     return folder
@@ -137,9 +130,8 @@ def test_a_replay_needs_no_pool_and_ends_with_the_same_bits(words, undisturbed, 
     assert (undisturbed / "pool.sqlite").read_bytes() == before
     ended = plain_python(*words(tmp_path / "other", replay=undisturbed / "pool.sqlite", seed=1, **LAG))
     assert ended.returncode == 2
-    assert f"replay='{undisturbed / 'pool.sqlite'}': it is of run run, which had another model" in one_line(
-        ended.stdout
-    )
+    refusal = f"replay='{undisturbed / 'pool.sqlite'}': it is of run run, which had another model"
+    assert refusal in one_line(ended.stdout)
 
 
 def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a_replay_has_their_bits(
@@ -149,8 +141,7 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
     rolling = {**LAG, "max_policy_lag": 2, "in_flight_weight_updates": True, "max_steps": 4, "save_steps": 1}
     rolling["save_total_limit"] = 0
     settings = words(tmp_path / "run", resume_from_checkpoint="last", **rolling)
-    with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
-        served.wait_ready()
+    with drawing(tmp_path, "a", "b") as served:
         moment = "grpo.trainer.publish_policy:PoolRun.publish:before:3"
         killed = run_ranks(1, *killed_at(moment), *settings, "--pool", served.url)
         assert killed.returncode == -signal.SIGKILL
@@ -177,11 +168,9 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
 
 
 def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_not_draw_is_drawn_anew(words, tmp_path):
-    with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
-        served.wait_ready()
-        settings = words(
-            tmp_path / "run", pool=served.url, resume_from_checkpoint="last", max_steps=7, save_steps=4, **LAG
-        )
+    with drawing(tmp_path, "a", "b") as served:
+        changes = {"resume_from_checkpoint": "last", "max_steps": 7, "save_steps": 4}
+        settings = words(tmp_path / "run", pool=served.url, **changes, **LAG)
         moment = "grpo.trainer.publish_policy:PoolRun.publish:before:7"
         assert run_ranks(2, *killed_at(moment), *settings).returncode == -signal.SIGKILL
         before = {row[:2]: row for row in drawn(tmp_path)}
@@ -205,8 +194,8 @@ def test_with_a_lag_another_pools_file_is_refused(words, undisturbed, tmp_path):
         settings = words(tmp_path / "run", pool=served.url, resume_from_checkpoint="last", **LAG)
         ended = run_ranks(2, "grpo_ref_split.py", *settings)
     assert ended.returncode == 1
-    said = f"{served.url} lacks version {STEPS - 2} of the policy, which draws round {STEPS - 1} and which the run has"
-    assert said in ended.stdout and f"goes on after step {STEPS - 1}" in ended.stdout.splitlines()[-1]
+    lacks = f"{served.url} lacks version {STEPS - 2} of the policy, which draws round {STEPS - 1} and which the run has"
+    assert lacks in ended.stdout and f"goes on after step {STEPS - 1}" in ended.stdout.splitlines()[-1]
 
 
 def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on(words, tmp_path):
@@ -214,23 +203,17 @@ def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on
         served.wait_ready()
         ended = plain_python(*words(tmp_path / "run", sampler="pool", pool=served.url, pool_deadline=6))
     assert ended.returncode == 1
-    waits = r"round 0: waiting since \d s: 0 of 4 groups are drawn; "
-    lines = [line for line in ended.stdout.splitlines() if re.search(waits, line)]
+    waits = re.findall(r"round 0: waiting since \d s: 0 of 4 groups are drawn; (.*)", ended.stdout)
     remedy = f"no worker asks this pool: start one with 'python generate.py --pool {served.url}', on any machine"
-    assert len(lines) == 1 and lines[0].endswith(remedy)
-    said = one_line(ended.stdout)
-    assert f"{served.url} has brought no group of round 0 for 6 s: {remedy}; nothing is lost" in said
+    assert waits == [remedy]
+    assert f"{served.url} has brought no group of round 0 for 6 s: {remedy}; nothing is lost" in one_line(ended.stdout)
 
 
 def test_a_signal_ends_a_wait_for_workers_also_where_the_pool_has_gone(words, tmp_path):
     with pool(tmp_path) as served:
         served.wait_ready()
         process = start(*words(tmp_path / "run", sampler="pool", pool=served.url))
-        client = PoolClient(served.url)
-        deadline = time.monotonic() + 60
-        while not client.status()["rounds"]:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: status(served)["rounds"] or process.poll() is not None, seconds=60)
         served.end()
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)
@@ -238,21 +221,9 @@ def test_a_signal_ends_a_wait_for_workers_also_where_the_pool_has_gone(words, tm
     assert "stopped by signal while round 0 waited for workers; nothing is lost" in output
 
 
-def end_one(kind: str, chance: random.Random, crew: list[Worker], process: subprocess.Popen) -> None:
-    """Kill a process of this kind as `kill -9` would; a worker is replaced by another."""
-    if kind == "worker":
-        old = crew.pop(chance.randrange(len(crew)))
-        old.end()
-        crew.append(Worker(old.url, old.folder, old.name))
-    elif kind == "rank" and (ranks := ranks_of(process)):
-        with suppress(ProcessLookupError):  # it may have ended
-            os.kill(chance.choice(ranks), signal.SIGKILL)
-    else:
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def check_survives(kinds: list[str], seed: str, words, undisturbed: Path, folder: Path) -> None:
-    """Kill processes of these kinds, each after a while, and compare what the run leaves with the undisturbed run's."""
+    """Kill processes of these kinds as `kill -9` would, each after a while; a pool and a worker come back. Compare what
+    the run leaves with the undisturbed run's."""
     chance, killed = random.Random(seed), []
     with ExitStack() as running:
         served = running.enter_context(pool(folder))
@@ -268,9 +239,16 @@ def check_survives(kinds: list[str], seed: str, words, undisturbed: Path, folder
                         served.end()
                         time.sleep(chance.uniform(0, 1))
                         served = running.enter_context(pool(folder, served.port))
+                    elif kind == "worker":
+                        worker = crew.pop(chance.randrange(len(crew)))
+                        worker.end()
+                        crew.append(Worker(worker.url, worker.folder, worker.name))
                     else:
-                        end_one(kind, chance, crew, process)
-                    if kind in ("rank", "trainer"):
+                        with suppress(ProcessLookupError):  # it may have ended
+                            if kind == "rank" and (ranks := ranks_of(process)):
+                                os.kill(chance.choice(ranks), signal.SIGKILL)
+                            else:
+                                os.killpg(process.pid, signal.SIGKILL)
                         process.communicate(timeout=60)
                         assert process.returncode != 0
                     time.sleep(chance.uniform(0, 1.5))

@@ -295,31 +295,6 @@ def test_more_requests_than_places_are_told_to_come_back_and_health_stays_quick(
 
 
 @pytest.mark.slow
-def test_the_time_to_come_back_is_honest(model_folder, tmp_path):
-    """Those who come back when they were told to are served."""
-    completions = [[6] * 500] * 60  # about a second of work
-    tokens = 60 * 501
-    with (
-        holding_server(model_folder, tmp_path, "--max_queue_tokens", str(12 * tokens)) as (server, go),
-        ThreadPoolExecutor(12) as pool,
-    ):
-        go.touch()
-        pool.submit(ask, server, [5], completions).result()  # the speed is measured by then
-        go.unlink()
-        for _ in range(6):
-            pool.submit(ask, server, [5], completions)
-        wait_until(lambda: status(server)["queue"]["tokens"] > 5 * tokens)
-        answer, waits = ask(server, [5], completions), []
-        go.touch()
-        while answer.status_code == 503:
-            waits.append(int(answer.headers["Retry-After"]))
-            assert len(waits) < 10
-            time.sleep(waits[-1])
-            answer = ask(server, [5], completions)
-        assert answer.status_code == 200 and waits
-
-
-@pytest.mark.slow
 def test_503_while_loading_and_a_signal_then_ends_it_at_once(model_folder, tmp_path):
     with running_server(model_folder, tmp_path, code=code_for(hold_loading, str(tmp_path / "never"))) as server:
 

@@ -13,60 +13,37 @@ import pytest
 import torch
 from altered_trainer import altered
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
-from rounding import NO_KL, assert_rounded
+from rounding import NO_KL
 from servers import status
 from tracker_client import write_client
-from trainer_runs import lines, one_line, options, plain_python, run_ranks, start, wait_for_steps
+from trainer_runs import (
+    finish,
+    lines,
+    one_line,
+    options,
+    plain_python,
+    start,
+    timeless,
+    wait_for_steps,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
-from grpo.algorithm.loss import kl_divergence
-from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
-from grpo.data.prompts import load_examples
-from grpo.model.logprobs import token_logprobs
-from grpo.model.packing import Batcher
 from grpo.run.run_folder import write_progress
-from grpo.sampling.generate import LocalSampler
 
-NAMES = [
-    "reward",
-    "reward_std",
-    "reward_std_within_groups",
-    "frac_reward_zero_std",
-    "loss",
-    "kl",
-    "entropy",
-    "grad_norm",
-    "learning_rate",
-    "skipped_steps",
-    "num_tokens",
-    "step_time",
-    "tokens_per_second",
-    "rewards/correctness_reward/mean",
-    "rewards/correctness_reward/std",
-    "rewards/format_reward/mean",
-    "rewards/format_reward/std",
-    "rewards/letters/mean",
-    "rewards/letters/std",
-    "completions/mean_length",
-    "completions/min_length",
-    "completions/max_length",
-    "completions/mean_terminated_length",
-    "completions/min_terminated_length",
-    "completions/max_terminated_length",
+REWARDS = ("correctness_reward", "format_reward", "letters")
+NAMES = {
+    *("loss", "kl", "entropy", "grad_norm", "learning_rate", "skipped_steps", "num_tokens"),
+    *("reward", "reward_std", "reward_std_within_groups", "frac_reward_zero_std", "step_time", "tokens_per_second"),
+    *(f"rewards/{name}/{what}" for name in REWARDS for what in ("mean", "std")),
+    *(f"completions/{what}_{length}" for what in ("mean", "min", "max") for length in ("length", "terminated_length")),
+    *(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max")),
+    *(f"time/{phase}" for phase in ("generate", "reward", "wait_ref", "update")),
     "completions/clipped_ratio",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
-    "clip_ratio/region_mean",
-    "clip_ratio/low_min",
-    "clip_ratio/high_max",
-    "time/generate",
-    "time/reward",
-    "time/wait_ref",
-    "time/update",
-]
+}
 
 
 def check_record(run, model, steps, evaluated, per_step) -> None:
@@ -75,10 +52,9 @@ def check_record(run, model, steps, evaluated, per_step) -> None:
     assert [row["step"] for row in rows] == list(range(steps + 1))
     assert [row["step"] for row in rows if "eval_accuracy" in row] == evaluated
     for row in rows[1:]:
-        assert row.keys() >= set(NAMES)
+        assert row.keys() >= NAMES
         assert all(value is None or math.isfinite(value) for value in row.values())
-        parts = [row[f"rewards/{name}/mean"] for name in ("correctness_reward", "format_reward", "letters")]
-        assert row["reward"] == pytest.approx(sum(parts))
+        assert row["reward"] == pytest.approx(sum(row[f"rewards/{name}/mean"] for name in REWARDS))
         assert row["completions/min_length"] <= row["completions/mean_length"] <= row["completions/max_length"]
         phases = sum(value for name, value in row.items() if name.startswith("time/"))
         assert phases <= row["step_time"] + 1e-3
@@ -106,15 +82,14 @@ def check_record(run, model, steps, evaluated, per_step) -> None:
     before = AutoModelForCausalLM.from_pretrained(model)
     after = AutoModelForCausalLM.from_pretrained(run / "model")
     AutoTokenizer.from_pretrained(run / "model")
-    moved = [not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True)]
-    assert all(moved)
+    assert not any(map(torch.equal, before.parameters(), after.parameters()))
 
 
 def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, letters, tmp_path):
     run = tmp_path / "two-ranks"
     # Four at a time, so that both ranks have a share of the ten held-out problems.
-    few = {"sequences_per_generate": 4}
-    settings = options(model_folder, data_folder, run, ref_servers=server.url, save_steps=2, max_steps=3, **few)
+    changes = {"ref_servers": server.url, "save_steps": 2, "sequences_per_generate": 4}
+    settings = options(model_folder, data_folder, run, **changes)
     ended = launch(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
@@ -130,7 +105,7 @@ def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, lette
     assert "\r" not in ended.stdout  # no bars in a log file
     assert AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").dtype == torch.float32
     parse_arguments(TrainerConfig, "", ["--config", str(run / "config.yaml")])
-    check_evaluation(lines(run / "metrics.jsonl")[0], model_folder, data_folder)
+    assert lines(run / "metrics.jsonl")[0]["eval_n"] == 10
     assert ended.stdout.count(f"the reference server is ready; to watch it, open {server.url}/ in") == 1, ended.stdout
     clients = [client["name"].split(" #")[0] for client in status(server)["clients"]]
     assert {f"two-ranks, rank {rank} of 2, {socket.gethostname()[:32]}" for rank in (0, 1)} <= {*clients}, clients
@@ -139,74 +114,17 @@ def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, lette
     assert "max_steps" in start["command"] and "local_rank" not in start["command"], start["command"]
 
 
-def check_evaluation(row, model_folder, data_folder) -> None:
-    """What two ranks found before the first step, against all ten problems answered here one at a time."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
-    verdicts, lengths = [], []
-    for problem in lines(data_folder / "test.jsonl")[:10]:
-        messages = [{"role": "user", "content": problem["question"]}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, return_tensors="pt")
-        answer = model.generate(**ids, do_sample=False, max_new_tokens=24)[0, ids["input_ids"].shape[1] :]
-        completion = tokenizer.decode(answer, skip_special_tokens=True)
-        correct, tidy = reward.score_answer(completion, problem["answer"]), reward.score_format(completion, "")
-        verdicts.append((correct > 0, tidy == 0.8))
-        lengths.append(len(answer))
-    assert row["eval_n"] == 10
-    assert (row["eval_accuracy"], row["eval_format"]) == tuple(
-        sum(column) / 10 for column in zip(*verdicts, strict=True)
-    )
-    assert row["eval_completions/mean_length"] == sum(lengths) / 10
-
-
-def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tokenizer, data_folder, model_folder):
-    """On the same weights: HTTP against the policy's own against float64; and so no KL."""
-    config = parse_arguments(
-        TrainerConfig, "", [*options(model_folder, data_folder, "x", temperature=0.9), "--ref_servers", server.url]
-    )
-    examples = load_examples(config, "train", tokenizer, limit=8, progress=False)
-    sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 24)
-    groups = sampler.sample(examples, 4, config.temperature, seed=1)
-    client = ReferenceClient(config)
-    futures = client.request_groups(
-        ("g", example.prompt_ids, [rollout.completion_ids for rollout in group])
-        for example, group in zip(examples, groups, strict=True)
-    )
-    reference = torch.cat([torch.from_numpy(row) for future in futures for row in future.result()])
-    client.close()
-    prompts = [example.prompt_ids for example in examples for _ in range(4)]
-    completions = [rollout.completion_ids for group in groups for rollout in group]
-    batch = Batcher(0, longest_packed=0).make(list(zip(prompts, completions, strict=True)), "cpu")
-    own = token_logprobs(model, batch, config.temperature)[0].detach()
-    assert_rounded(reference, own)
-    assert kl_divergence(own, reference, "k3").mean().abs() < NO_KL
-
-    exact = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].detach().double() / config.temperature
-        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-        exact.append(rows[range(len(completion)), completion])
-    assert_rounded(reference, torch.cat(exact))
-
-
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_beta_0_needs_no_reference(model_folder, data_folder, letters, tmp_path):
-    def run(name, seed):
-        settings = options(model_folder, data_folder, tmp_path / name, beta=0, seed=seed, max_steps=2)
-        ended = plain_python(*settings, *letters, "--report_to", "none")
-        assert ended.returncode == 0, ended.stdout
-        assert "beta is 0: no KL term, no reference server" in ended.stdout
-        rows = lines(tmp_path / name / "metrics.jsonl")
-        timeless = [
-            {key: value for key, value in row.items() if "time" not in key and key != "tokens_per_second"}
-            for row in rows
-        ]
-        return timeless, (tmp_path / name / "model/model.safetensors").read_bytes()
-
-    one, same, other = run("one", 1), run("same", 1), run("other", 2)
-    assert one == same
-    assert one[0] != other[0]
-    assert "kl" not in one[0][1] and not (tmp_path / "one" / "tensorboard").exists()
+    changes = {"beta": 0, "max_steps": 2, "report_to": "none"}
+    for name, seed in (("first", 1), ("same", 1), ("other", 2)):
+        output = finish(1, [*options(model_folder, data_folder, tmp_path / name, seed=seed, **changes), *letters])
+        assert "beta is 0: no KL term, no reference server" in output
+    first, same, other = (timeless(tmp_path / name) for name in ("first", "same", "other"))
+    assert first == same != other
+    trained, again = (weights(tmp_path / name / "model") for name in ("first", "same"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in trained.items())
+    assert "kl" not in first[1] and not (tmp_path / "first/tensorboard").exists()
 
 
 @pytest.mark.slow
@@ -232,19 +150,8 @@ def test_bfloat16_with_a_linear_warm_up(data_folder, letters, tmp_path):
     with running_server(folder, tmp_path, "--dtype", "bfloat16") as server:
         server.wait_ready()
         run = tmp_path / "run"
-        settings = options(
-            folder,
-            data_folder,
-            run,
-            ref_servers=server.url,
-            dtype="bfloat16",
-            eval_steps=0,
-            max_steps=4,
-            warmup_steps=3,
-            learning_rate=1e-4,
-        )
-        ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
-    assert ended.returncode == 0, ended.stdout
+        changes = {"dtype": "bfloat16", "max_steps": 4, "warmup_steps": 3, "learning_rate": 1e-4}
+        finish(2, [*options(folder, data_folder, run, ref_servers=server.url, eval_steps=0, **changes), *letters])
     rows = lines(run / "metrics.jsonl")
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.0, 1e-4 / 3, 2e-4 / 3, 1e-4])
     # The same weights, in batches of other shapes: bfloat16's rounding and no more.
@@ -252,8 +159,7 @@ def test_bfloat16_with_a_linear_warm_up(data_folder, letters, tmp_path):
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     after = AutoModelForCausalLM.from_pretrained(run / "model")
     assert after.dtype == torch.bfloat16
-    pairs = zip(before.parameters(), after.parameters(), strict=True)
-    assert sum(not torch.equal(one, other) for one, other in pairs) > 20
+    assert sum(not same for same in map(torch.equal, before.parameters(), after.parameters())) > 20
 
 
 @pytest.mark.slow
@@ -273,23 +179,12 @@ def test_another_reference_has_a_kl_from_the_first_step(data_folder, model_folde
 @pytest.mark.slow
 @needs_gsm8k
 def test_three_steps_of_gsm8k(server, model_folder, letters, tmp_path):
-    run = tmp_path / "run"
-    settings = options(
-        model_folder,
-        GSM8K,
-        run,
-        ref_servers=server.url,
-        max_prompt_length=460,
-        eval_samples=12,
-        system_prompt="Answer within <answer> tags.",
-    )
-    ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
-    assert ended.returncode == 0, ended.stdout
+    run, system = tmp_path / "run", "Answer within <answer> tags."
+    changes = {"max_prompt_length": 460, "eval_samples": 12, "system_prompt": system}
+    finish(2, [*options(model_folder, GSM8K, run, ref_servers=server.url, **changes), *letters])
     check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
     sample = lines(run / "completions.jsonl")[0]
-    assert sample["prompt"].startswith(
-        "<|im_start|>system\nAnswer within <answer> tags.<|im_end|>\n<|im_start|>user\nJanet"
-    )
+    assert sample["prompt"].startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nJanet")
     assert sample["answer"] == "18"
 
 
@@ -304,6 +199,7 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
     contradiction.write_text('{"train_batch_size": 7}')
     cases = [
         (dict(temperature=0), "temperature=0.0"),
+        (dict(max_completion_length=500), "max_completion_length=500"),  # the model's config.json says it
         (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
         (dict(dataset_name="/no/data"), "dataset_name='/no/data'"),
         (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
@@ -314,20 +210,12 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
         (dict(output_dir=begun.parent, resume_from_checkpoint="last"), "here: leave it as it was"),
         (dict(output_dir="/proc/run", dataset_name="/no/data"), "output_dir='/proc/run'"),
     ]
-    for changes, said in cases:
+    for changes, words in cases:
         settings = {"model_name_or_path": model_folder, "dataset_name": data_folder, "output_dir": tmp_path / "run"}
         ended = plain_python(*options(**(settings | changes)))
         assert ended.returncode in (1, 2), ended.stdout
-        assert said in one_line(ended.stdout) and "grpo.trainer.setup: loading" not in ended.stdout
+        assert words in one_line(ended.stdout) and ": loading" not in ended.stdout
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_more_tokens_than_the_model_takes_are_refused(model_folder, data_folder, tmp_path):
-    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", max_completion_length=500, beta=0))
-    assert ended.returncode == 2
-    assert "max_completion_length=500" in one_line(ended.stdout) and "at most 512" in one_line(ended.stdout)
-    assert "reading" not in ended.stdout and "loading" not in ended.stdout  # the model's config.json says it
 
 
 FAILS = """
@@ -344,11 +232,11 @@ def grade(prompts, completions, trainer_state, **columns):
 def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder, data_folder, tmp_path):
     """In the third step, and in the evaluation after the last, which rank 0 does alone. Both launchers end the other
     rank before it says the same."""
-    own, run, steps = tmp_path / "own.py", tmp_path / "run", {"max_steps": 4, "eval_steps": 4, "save_steps": 100}
-    words = options(model_folder, data_folder, run, **steps, reward_funcs=f"{own}:grade", beta=0)
+    file, run, steps = tmp_path / "own.py", tmp_path / "run", {"max_steps": 4, "eval_steps": 4, "save_steps": 100}
+    words = options(model_folder, data_folder, run, **steps, reward_funcs=f"{file}:grade", beta=0)
     words += ["--resume_from_checkpoint", "last"]
     for rank, done in (("1", 2), ("0", 4)):
-        own.write_text(FAILS.replace("FAILING", repr((rank, done))))
+        file.write_text(FAILS.replace("FAILING", repr((rank, done))))
         if done == 2:
             ended = launch(2, "grpo_ref_split.py", *words)
         else:
@@ -356,9 +244,9 @@ def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             ended = subprocess.run(program, cwd=REPOSITORY, env=ENVIRONMENT, timeout=240, **pipes)
         assert ended.returncode != 0
-        (said,) = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error:")]
-        assert "Reward function 'grade' failed: KeyError('a mistake'); " in said
-        assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step {done}")
+        (error,) = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error:")]
+        assert "Reward function 'grade' failed: KeyError('a mistake'); " in error
+        assert error.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step {done}")
         assert ended.stdout.count("Traceback") == 1 and 'raise KeyError("a mistake")' in ended.stdout
         assert (run / f"checkpoint-{done}").is_dir()
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
@@ -367,11 +255,11 @@ def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "name"), [("sys.exit()", "sys.exit"), ("os._exit(0)", "os._exit(0)")])
 def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path, call, name):
-    own = tmp_path / "own.py"
-    own.write_text(f"import os, sys\n\ndef main():\n    os.fork() or os._exit(0)\n    {call}\n\nmain()\n")
-    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:f", beta=0))
+    file = tmp_path / "own.py"
+    file.write_text(f"import os, sys\n\ndef main():\n    os.fork() or os._exit(0)\n    {call}\n\nmain()\n")
+    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{file}:f", beta=0))
     assert ended.returncode == 1
-    assert f"{name} was called at {own}:5 in main, before the work was done" in one_line(ended.stdout)
+    assert f"{name} was called at {file}:5 in main, before the work was done" in one_line(ended.stdout)
 
 
 LEAVES = """
@@ -391,10 +279,8 @@ def test_a_reward_that_changes_the_directory_and_leaves_threads_changes_no_run(m
     (tmp_path / "own.py").write_text(LEAVES)
     run = tmp_path / "run"
     names = [os.path.relpath(path, REPOSITORY) for path in (model_folder, data_folder, run, tmp_path / "own.py")]
-    settings = options(*names[:3], reward_funcs=f"{names[3]}:leaves", beta=0, save_steps=2)
-    ended = plain_python(*settings)
-    assert ended.returncode == 0, ended.stdout
-    assert "done: model in" in ended.stdout
+    output = finish(1, options(*names[:3], reward_funcs=f"{names[3]}:leaves", beta=0, save_steps=2))
+    assert "done: model in" in output
     assert {path.name for path in run.iterdir()} >= {"checkpoint-2", "model", "curves.png"}
     assert len(lines(run / "metrics.jsonl")) == 4
 
@@ -404,24 +290,6 @@ def test_two_ranks_say_a_mistake_once(launch, model_folder, data_folder, tmp_pat
     ended = launch(2, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", prompts_per_step=3))
     assert ended.returncode != 0
     assert "prompts_per_step=3: 2 ranks cannot share it equally: use 2 or 4" in one_line(ended.stdout)
-
-
-@pytest.mark.slow
-def test_a_reference_that_dies_in_the_middle_ends_the_run_at_its_deadline(model_folder, data_folder, tmp_path):
-    run = tmp_path / "run"
-    with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
-        process = start(
-            *options(
-                model_folder, data_folder, run, ref_servers=server.url, max_steps=10**6, ref_deadline=3, eval_steps=0
-            )
-        )
-        wait_for_steps(process, run, 2)
-        server.end(signal.SIGKILL)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    said = one_line(output)
-    assert server.url in said and "after 3 s" in said and "ref_deadline" in said
 
 
 @pytest.mark.slow
@@ -435,9 +303,10 @@ def test_ctrl_c_ends_in_one_line(model_folder, data_folder, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130
-    said = output.splitlines()[-1]
-    assert said.startswith("grpo_ref_split.py: stopped by signal 2; --resume_from_checkpoint last")
+    last_line = output.splitlines()[-1]
+    assert last_line.startswith("grpo_ref_split.py: stopped by signal 2; --resume_from_checkpoint last")
     assert "error" not in output and "Traceback" not in output
-    assert (run / f"checkpoint-{said.split()[-1]}").is_dir()
-    *_, (_, last_step, _), end = (json.loads(line) for line in calls.read_text().splitlines())
-    assert last_step == int(said.split()[-1]) and end == ["finish"]
+    step = last_line.split()[-1]
+    assert (run / f"checkpoint-{step}").is_dir()
+    *_, (_, last_step, _), end = lines(calls)
+    assert last_step == int(step) and end == ["finish"]

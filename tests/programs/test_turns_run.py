@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 
 import callers
@@ -15,9 +14,8 @@ from altered_trainer import killed_at
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from pool_runs import Worker, drawn, pool
 from rounding import NO_KL
+from servers import status, wait_until
 from trainer_runs import finish, lines, options, run_ranks, start, timeless, training, weights, went_on
-
-from grpo.pool.client import PoolClient
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +26,7 @@ def shop(tmp_path_factory):
     folder = callers.write(tmp_path_factory.mktemp("shop"))
     (folder / "data").mkdir()
     for split, count in (("train", 24), ("test", 10)):
-        rows = [
-            {"question": f"{number}: how much is a pen?", "answer": "7" * (number % 3 + 1)} for number in range(count)
-        ]
+        rows = [{"question": f"{n}: how much is a pen?", "answer": "7" * (n % 3 + 1)} for n in range(count)]
         (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -61,6 +57,14 @@ def run(shop, tmp_path_factory):
     return words
 
 
+def check_same(run, name: str, expected: str) -> None:
+    """Hold a run to have the weights and completions of another."""
+    trained, right = (weights(run.of(folder, "model")) for folder in (name, expected))
+    assert trained.keys() == right.keys() and all(torch.equal(trained[name], right[name]) for name in trained)
+    records = [run.of(folder, "completions.jsonl").read_text() for folder in (name, expected)]
+    assert records[0] == records[1]
+
+
 def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, tmp_path):
     with running_server(shop / "model", tmp_path, "--deterministic", "true") as server:
         server.wait_ready()
@@ -74,23 +78,25 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, t
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert 0 <= rows[1]["kl"] < NO_KL and rows[2]["kl"] > 1e-8
     assert timeless(run.of("killed")) == rows
-    records = [run.of(name, "completions.jsonl").read_text() for name in ("undisturbed", "killed")]
-    assert records[0] == records[1]
-    trained, resumed = (weights(run.of(name, "model")) for name in ("undisturbed", "killed"))
-    assert all(torch.equal(weight, trained[name]) for name, weight in resumed.items())
+    check_same(run, "killed", "undisturbed")
     for row in rows[1:]:
         assert row["tools/call_frequency"] > 0.5 and 0 < row["tools/failure_frequency"] < 1
         assert row["rewards/Shop/mean"] > 0 and row["completions/mean_turns"] > 1
-    check_records(run.of("undisturbed"))
+    # What is recorded fits: calls, answers and rewards of each completion.
+    records = lines(run.of("undisturbed", "completions.jsonl"))
+    assert all("The till has" in record["prompt"] for record in records)
+    assert any(len(record["messages"]) > 3 for record in records)
+    for record in records:
+        answers = [message for message in record["messages"] if message["role"] == "tool"]
+        assert all(answer["content"] in ("7", "12") or "error" in answer["content"] for answer in answers)
 
 
 def test_a_tool_that_always_raises_is_shown_and_warned_of_once(shop, run, tmp_path):
     (tmp_path / "broken.py").write_text(callers.TOOLS.replace("return PRICES[item]", "return {}[item]"))
     output = finish(1, run("broken", tools=f"{tmp_path}/broken.py:price", beta=0, eval_steps=0, max_steps=2))
     assert [row["tools/failure_frequency"] for row in timeless(run.of("broken"))] == [1.0, 1.0]
-    assert (
-        output.count("tool 'price' raised KeyError: the run continues") == output.count("in price\n    return {}[") == 1
-    )
+    for words in ("tool 'price' raised KeyError: the run continues", "in price\n    return {}["):
+        assert output.count(words) == 1
     warned = re.findall(r"step (\d): 100 % of the calls of tools failed: .*/broken/completions.jsonl, and", output)
     assert warned == ["1"]
 
@@ -103,26 +109,19 @@ def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run
     mine = "--environment", shared["environment"]
     with pool(tmp_path) as served, ExitStack() as running:
         served.wait_ready()
-        client = PoolClient(served.url)
         process = start(*run("drawn", sampler="pool", pool=served.url, **shared))
         running.callback(process.kill)
         workers = [Worker(served.url, tmp_path, "none"), Worker(served.url, tmp_path, "a", *mine)]
         for worker in workers:
             running.callback(worker.end)
-        deadline = time.monotonic() + 60
-        while not any(row["drawn"] for row in client.status()["rounds"]):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: any(row["drawn"] for row in status(served)["rounds"]), seconds=60)
         assert workers[1].end(signal.SIGTERM) == 0
         running.callback(Worker(served.url, tmp_path, "b", *mine).end)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
         assert workers[0].process.wait(timeout=60) == 2
     assert "environment=None: that of run drawn is Shop: name its file" in workers[0].log.read_text()
-    trained, own = (weights(run.of(name, "model")) for name in ("drawn", "own"))
-    assert all(torch.equal(weight, own[name]) for name, weight in trained.items())
-    records = [run.of(name, "completions.jsonl").read_text() for name in ("drawn", "own")]
-    assert records[0] == records[1]
+    check_same(run, "drawn", "own")
     rows = timeless(run.of("drawn"))
     for row, expected in zip(rows, timeless(run.of("own")), strict=True):
         assert {name for name in row if row[name] != expected[name]} <= {name for name in row if "logp_diff" in name}
@@ -150,16 +149,6 @@ def test_rounds_ahead_are_the_same_after_a_kill_and_in_a_replay(shop, run, tmp_p
     rows = timeless(run.of("quiet"))
     assert timeless(run.of("struck")) == rows == timeless(run.of("again"))
     assert rows[-1]["sampling/policy_lag"] == 1 and rows[-1]["completions/mean_turns"] > 1
-
-
-def check_records(folder) -> None:
-    """Hold what is recorded to itself: calls, answers and rewards of each completion."""
-    records = lines(folder / "completions.jsonl")
-    assert all("The till has" in record["prompt"] for record in records)
-    assert any(len(record["messages"]) > 3 for record in records)
-    for record in records:
-        answers = [message for message in record["messages"] if message["role"] == "tool"]
-        assert all(answer["content"] in ("7", "12") or "error" in answer["content"] for answer in answers)
 
 
 def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
