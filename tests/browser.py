@@ -22,16 +22,8 @@ needs_browser = pytest.mark.skipif(
     reason="needs Debian's packages chromium and chromium-driver",
 )
 FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-sync",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-default-apps",
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run"),
+    *("--disable-sync", "--disable-background-networking", "--disable-component-update", "--disable-default-apps"),
     "--window-size=1280,800",
 ]
 

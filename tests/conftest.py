@@ -70,11 +70,8 @@ def pytest_report_header(config):
 
 
 # Modules that take longest begin first, so that no worker is left alone with one at the end.
-LONGEST = (
-    *("test_demo.py", "test_resume.py", "test_pool_runs.py", "test_survival.py", "test_two_nodes.py"),
-    "test_rearrange.py",
-)
-
+LONGEST = {"test_demo.py", "test_resume.py", "test_pool_runs.py", "test_survival.py", "test_two_nodes.py"}
+LONGEST |= {"test_rearrange.py"}
 
 # Fixtures, modules' own too, that start programs through the fork server: its imports take 11 s, so who uses them is
 # slow, and the fast tests do without it.
@@ -227,15 +224,9 @@ def running_server(
         script = ["-c", f"import runpy, sys\nsys.argv[0] = 'ref_server.py'\n{code}\n{run}"]
     model = ["--model_name_or_path", str(folder)] if folder else []
     command = [sys.executable, *script, *model, "--port", str(port), *options]
-    log = tmp_path / f"server-{port}.log"
+    variables, log = ENVIRONMENT | (environment or {}), tmp_path / f"server-{port}.log"
     with open(log, "a") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**ENVIRONMENT, **(environment or {})},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=output, stderr=subprocess.STDOUT)
     server = Server(process, port, log)
     try:
         yield server
@@ -246,9 +237,9 @@ def running_server(
 @pytest.fixture(scope="session")
 def server(model_folder, tmp_path_factory) -> Iterator[Server]:
     """A ready server, shared by all tests that do not end or overload it."""
-    with running_server(model_folder, tmp_path_factory.mktemp("server")) as one:
-        one.wait_ready()
-        yield one
+    with running_server(model_folder, tmp_path_factory.mktemp("server")) as server:
+        server.wait_ready()
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -256,9 +247,9 @@ def updated_server(model_folder, tmp_path_factory) -> Iterator[Server]:
     """A ready server whose weights the tests replace; it has those of whoever came last."""
     folder = tmp_path_factory.mktemp("updated")
     options = ["--update_folder", str(folder / "new"), "--deterministic", "true", "--max_batch_tokens", "64"]
-    with running_server(model_folder, folder, *options, "--body_timeout", "1") as one:
-        one.wait_ready()
-        yield one
+    with running_server(model_folder, folder, *options, "--body_timeout", "1") as server:
+        server.wait_ready()
+        yield server
 
 
 def launcher(ranks: int) -> list[str]:
@@ -270,30 +261,17 @@ def launcher(ranks: int) -> list[str]:
 Launch = Callable[..., subprocess.CompletedProcess]
 
 
-@pytest.fixture
-def launch() -> Iterator[Launch]:
+@pytest.fixture(scope="session")
+def launch() -> Launch:
     """`launch(ranks, script, *options)`: run a script under the deepspeed launcher to its end."""
-    started: list[subprocess.Popen] = []
+    from trainer_runs import training
 
-    def run(ranks: int, script: str, *options: str, environment: dict | None = None, seconds: float = 240):
-        process = subprocess.Popen(
-            [*launcher(ranks), script, *options],
-            cwd=REPOSITORY,
-            env={**ENVIRONMENT, **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        output, _ = process.communicate(timeout=seconds)
+    def run(ranks: int, script: str, *options: str) -> subprocess.CompletedProcess:
+        with training(ranks, [*options], script) as process:
+            output, _ = process.communicate(timeout=240)
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
-    yield run
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    return run
 
 
 @pytest.fixture(scope="session")

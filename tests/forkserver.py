@@ -39,30 +39,13 @@ HEAVY = (
     "deepspeed.runtime.zero.stage_1_and_2",
 )
 PROGRAMS = (
-    "ref_server.py",
-    "grpo_ref_split.py",
-    "generate.py",
-    "deepspeed",
-    "-m grpo.",
-    "-m demo",
-    "-m deepspeed.",
-    "tests/",
+    *("ref_server.py", "grpo_ref_split.py", "generate.py", "deepspeed"),
+    *("-m grpo.", "-m demo", "-m deepspeed.", "tests/"),
 )
 # The libraries and the interpreter read these when they start: a program that wants others is started plainly.
 READ_ONCE = (
-    "PYTHON",
-    "LD_",
-    "OMP_",
-    "MKL_",
-    "HF_",
-    "HOME",
-    "XDG_",
-    "TRANSFORMERS_",
-    "TORCH",
-    "DS_",
-    "MALLOC_",
-    "GLIBC_",
-    "MPL",
+    *("PYTHON", "LD_", "OMP_", "MKL_", "HF_", "HOME", "XDG_"),
+    *("TRANSFORMERS_", "TORCH", "DS_", "MALLOC_", "GLIBC_", "MPL"),
 )
 ROOM = 16_384  # bytes for a program's arguments, as `ps` shows them
 
@@ -107,9 +90,7 @@ def _is_program(words: list[str]) -> bool:
 
 
 def _may_fork(environment: dict[str, str]) -> bool:
-    if _forked and _threads() > 1:
-        return False
-    return _read_once(environment) == _read_once(_environment)
+    return not (_forked and _threads() > 1) and _read_once(environment) == _read_once(_environment)
 
 
 def _threads() -> int:
@@ -142,14 +123,8 @@ def _ask(start: dict, files: list[int]) -> int:
     global _server
     if _server is None:
         command = [sys.executable, str(Path(__file__).resolve()), _address, "." * ROOM]
-        _server = PlainPopen(
-            command,
-            cwd=REPOSITORY,
-            env=_environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _server = PlainPopen(command, cwd=REPOSITORY, env=_environment, **pipes, start_new_session=True)
         assert _server.stdout.readline() == b"ready\n"
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address)
@@ -241,8 +216,8 @@ def _become(start: dict, files: list[int]) -> None:
 def _show(words: list[str]) -> None:
     """Let `ps` show these words: they are written over the server's own."""
     begin, end = (int(word) for word in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    said = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
-    ctypes.memmove(begin, said.ljust(end - begin, b"\0"), end - begin)
+    shown = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
 
 
 def _run(words: list[str]) -> int:

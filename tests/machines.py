@@ -27,14 +27,8 @@ class Machine:
     def running(self, command: list[str], log: Path) -> Iterator[subprocess.Popen]:
         """A command on its way, in a process group of its own, which is killed at the end."""
         with open(log, "w") as output:
-            process = subprocess.Popen(
-                [*self.prefix, *command],
-                cwd=REPOSITORY,
-                env=ENVIRONMENT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            settings = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen([*self.prefix, *command], cwd=REPOSITORY, env=ENVIRONMENT, **settings)
         try:
             yield process
         finally:
@@ -58,17 +52,14 @@ def machines(folder: Path) -> Iterator[dict[str, Machine]]:
             _ip("-n", space, "link", "set", "lo", "up")
         _ip("-n", switch, "link", "add", "eth0", "type", "bridge")
         for name in NAMES[:-1]:
-            _ip(
-                "-n", switch, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", spaces[name]
-            )
+            pair = ("link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", spaces[name])
+            _ip("-n", switch, *pair)
             _ip("-n", switch, "link", "set", f"to-{name}", "master", "eth0", "up")
         for name, space in spaces.items():
             _ip("-n", space, "address", "add", f"{addresses[name]}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
-        made = {
-            name: Machine(name, [sys.executable, "tests/in_namespace.py", space, name, str(hosts)])
-            for name, space in spaces.items()
-        }
+        command = [sys.executable, "tests/in_namespace.py"]
+        made = {name: Machine(name, [*command, space, name, str(hosts)]) for name, space in spaces.items()}
         subprocess.run(made[NAMES[0]].prefix, cwd=REPOSITORY, check=True, capture_output=True)
         yield made
     finally:

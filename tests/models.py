@@ -30,36 +30,34 @@ from grpo.model.trial import make_batcher
 ATTENTION = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
 SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, **ATTENTION, **SPECIAL)
+# Sharp heads (a wide initial spread), so that a skipped softcap, scale or bias shows.
+SHARP = dict(**SMALL, initializer_range=0.3)
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 
 
-# Sharp heads (a wide initial spread), so that a skipped softcap, scale or bias shows.
 CONFIGS = {
-    "qwen2": Qwen2Config(**SMALL, initializer_range=0.3),
-    "qwen3": Qwen3Config(**SMALL, initializer_range=0.3),
-    "llama": LlamaConfig(**SMALL, initializer_range=0.3),
-    "mistral, sliding window": MistralConfig(**SMALL, sliding_window=8, initializer_range=0.3),
-    "gemma2, softcapped": Gemma2Config(**SMALL, final_logit_softcapping=3.0, sliding_window=8, initializer_range=0.3),
-    "cohere, scaled": CohereConfig(**SMALL, logit_scale=0.25, initializer_range=0.3),
-    "granite, divided": GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3),
-    "hyperclova x, multiplied": HyperCLOVAXConfig(**SMALL, logits_scaling=0.25, initializer_range=0.3),
+    "qwen2": Qwen2Config(**SHARP),
+    "qwen3": Qwen3Config(**SHARP),
+    "llama": LlamaConfig(**SHARP),
+    "mistral, sliding window": MistralConfig(**SHARP, sliding_window=8),
+    "gemma2, softcapped": Gemma2Config(**SHARP, final_logit_softcapping=3.0, sliding_window=8),
+    "cohere, scaled": CohereConfig(**SHARP, logit_scale=0.25),
+    "granite, divided": GraniteConfig(**SHARP, logits_scaling=4.0),
+    "hyperclova x, multiplied": HyperCLOVAXConfig(**SHARP, logits_scaling=0.25),
     "minicpm3, divided before its head": MiniCPM3Config(
-        **SMALL | LATENT | {"num_key_value_heads": 4}, dim_model_base=8, initializer_range=0.3
+        **SHARP | LATENT | {"num_key_value_heads": 4}, dim_model_base=8
     ),
-    "falcon h1, multiplied": FalconH1Config(**SMALL, **MAMBA, lm_head_multiplier=0.25, initializer_range=0.3),
-    "phi, bias": PhiConfig(**SMALL, initializer_range=0.3),
+    "falcon h1, multiplied": FalconH1Config(**SHARP, **MAMBA, lm_head_multiplier=0.25),
+    "phi, bias": PhiConfig(**SHARP),
     "gpt2, learned positions": GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "gpt-neox, partial rotation": GPTNeoXConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     ),
-    "llama4, chunked": Llama4TextConfig(
-        **SMALL, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=8, initializer_range=0.3
-    ),
+    "llama4, chunked": Llama4TextConfig(**SHARP, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=8),
     "bloom, alibi": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
 }
-
 
 # Two groups that share their prompts, out of order; an empty completion, one of a single token.
 SEQUENCES = [

@@ -10,16 +10,16 @@ from pathlib import Path
 import psutil
 
 
-def left_of(pids: list[int]) -> list[int]:
-    """Those that are still running after five seconds."""
+def is_alive(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
-    def running(pid: int) -> bool:
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        return False
 
-    deadline = time.monotonic() + 5
-    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
+def left_of(pids: list[int], seconds: float = 5) -> list[int]:
+    """Those that are still running after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -40,18 +40,8 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
     return sorted((pid for pid in numbers if parents[pid] not in numbers), key=numbers.get)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between open and read
-        return False
-
-
 def wait_until_dead(pid: int, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not is_alive(pid)
+    return not left_of([pid], seconds)
 
 
 def wait_for_file(path: Path, process: subprocess.Popen, seconds: float = 60) -> None:

@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from forkserver import PlainPopen
-from trainer_runs import lines, one_line, options, run_ranks, timeless, weights
+from trainer_runs import check_alike, lines, one_line, options, run_ranks
 
 # It is taken for a program of ours by its second line; what follows tells of itself.
 PROGRAM = """
@@ -24,16 +23,10 @@ sys.exit({"fails": 300, "says": "a sentence"}.get(sys.argv[1]))
 
 
 def program(popen, tmp_path, what: str, **options):
-    return popen(
-        [sys.executable, "-c", PROGRAM, what, "two words"],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "ASKED": "yes", "PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    variables = ENVIRONMENT | {"ASKED": "yes", "PYTHONPATH": str(REPOSITORY)}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", PROGRAM, what, "two words"]
+    return popen(command, cwd=tmp_path, env=variables, **pipes, text=True, **options)
 
 
 @pytest.mark.slow
@@ -52,16 +45,14 @@ def test_a_fork_has_its_own_words_folder_environment_files_and_exit_code(tmp_pat
 def test_a_fork_is_a_child_with_a_name_and_dies_of_signals(tmp_path, number):
     ends = []
     for popen in (subprocess.Popen, PlainPopen):
-        process = program(popen, tmp_path, "wait")
-        process.stdin.close()
-        assert "'wait'" in process.stdout.readline()
-        there = psutil.Process(process.pid)
-        assert there.ppid() == os.getpid() and [word for word in there.cmdline() if word][-1] == "two words"
-        assert "to stderr" in process.stderr.readline()
-        process.send_signal(number)
-        ends.append(process.wait(timeout=60))
-        process.stdout.close()
-        process.stderr.close()
+        with program(popen, tmp_path, "wait") as process:
+            process.stdin.close()
+            assert "'wait'" in process.stdout.readline()
+            there = psutil.Process(process.pid)
+            assert there.ppid() == os.getpid() and [word for word in there.cmdline() if word][-1] == "two words"
+            assert "to stderr" in process.stderr.readline()
+            process.send_signal(number)
+            ends.append(process.wait(timeout=60))
     assert ends[0] == ends[1]
 
 
@@ -98,10 +89,3 @@ def test_ranks_without_the_launcher_do_what_launched_ones_do(model_folder, data_
         assert refused.returncode == 2 and "it holds a run" in one_line(refused.stdout)
     assert lines(tmp_path / "alone/metrics.jsonl")[1]["grad_norm"] > 0
     check_alike(tmp_path / "launched", tmp_path / "alone")
-
-
-def check_alike(run: Path, other: Path) -> None:
-    assert timeless(run) == timeless(other)
-    assert lines(run / "completions.jsonl") == lines(other / "completions.jsonl")
-    here, there = weights(run / "model"), weights(other / "model")
-    assert here.keys() == there.keys() and all((here[name] == there[name]).all() for name in here)

@@ -190,14 +190,21 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+def check_weights(folder: Path, other: Path) -> None:
+    here, there = weights(folder), weights(other)
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
+
+
+def check_alike(run: Path, other: Path) -> None:
+    """Hold two runs to the same numbers, completions and weights, to the bit."""
+    assert timeless(run) == timeless(other)
+    assert (run / "completions.jsonl").read_text() == (other / "completions.jsonl").read_text()
+    check_weights(run / "model", other / "model")
+
+
 def check_same(run: Path, undisturbed: Path) -> None:
-    assert timeless(run) == timeless(undisturbed)
-    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
-    for folder in ("model", "checkpoint-10"):
-        resumed, straight = weights(run / folder), weights(undisturbed / folder)
-        assert resumed.keys() == straight.keys() and all(
-            torch.equal(resumed[name], straight[name]) for name in straight
-        )
+    check_alike(run, undisturbed)
+    check_weights(run / "checkpoint-10", undisturbed / "checkpoint-10")
     left = {path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")}
     assert sorted(left - {"tensorboard"}) == ["checkpoint-10", "checkpoint-8", "model"]
 

@@ -233,6 +233,7 @@ def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, printed
         {"prompts_per_step": 81},
         {"max_completion_length": 10**6, "soft_punish_cache": 0},
         {"use_peft": True, "lora_target_modules": ["nowhere_proj"]},
+        {"reward_funcs": ["./nowhere/model"]},
     ],
     ids=lambda wrong: [*wrong][-1],
 )

@@ -2,17 +2,13 @@
 
 import os
 import re
-from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 import torch
 from trainer_runs import lines, options, run_ranks
 
 from grpo.config.trainer import TrainerConfig
-from grpo.run.metrics import PhaseClock
 from grpo.trainer.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short
-from grpo.trainer.record import saved_at_the_end
 
 TORCHS = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79 GiB")
 CPUS = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000 bytes. Error code 12")
@@ -70,32 +66,6 @@ def test_the_setting_that_helps_is_named(phase, settings, remedy):
     assert said(TORCHS, phase, num_generations=8, **settings).endswith(f": {remedy}; begin again")
 
 
-@pytest.mark.parametrize(
-    "phases, where",
-    [
-        (["update", "wait_ref"], "wait_ref of step 7"),
-        (["update"], "update of step 7"),
-        ([], "step 7, after generate"),
-    ],
-)
-def test_the_phase_that_ran_out_is_named_or_the_one_before(phases, where):
-    clock = PhaseClock()
-    with clock("generate"):
-        pass
-    checkpoints = SimpleNamespace(way_on=lambda: "begin again")
-    run = SimpleNamespace(
-        ranks=SimpleNamespace(watchdog=SimpleNamespace(clock=clock, step=7)),
-        config=TrainerConfig(),
-        checkpoints=checkpoints,
-        pool_run=None,
-        recorder=None,
-    )
-    with pytest.raises(OutOfMemory, match=f"^out of memory in {where} "), saved_at_the_end(run), ExitStack() as stack:
-        for phase in phases:
-            stack.enter_context(clock(phase))
-        raise TORCHS
-
-
 LIMIT = """
 import ctypes, os, resource
 from pathlib import Path
@@ -104,7 +74,7 @@ M_MMAP_THRESHOLD = -3
 ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # every tensor of 64 KiB and more is asked for by itself
 calls = -1  # the first call is the one before the run
 
-def own(prompts, completions, **columns):
+def grade(prompts, completions, **columns):
     global calls
     calls += 1
     if calls == 3 and os.environ["RANK"] == "1" and Path(__file__).with_name("limit").exists():
@@ -123,7 +93,7 @@ def test_a_rank_without_memory_ends_all_in_one_sentence_and_the_run_goes_on(
     words = options(model_folder, data_folder, run, **settings, resume_from_checkpoint="last")
     (tmp_path / "own.py").write_text(LIMIT)
     (tmp_path / "limit").touch()
-    words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
+    words += ["--reward_funcs", f"{tmp_path / 'own.py'}:grade"]
     ended = launch(2, "grpo_ref_split.py", *words)
     assert ended.returncode != 0
     told = [line for line in ended.stdout.splitlines() if "out of memory" in line]

@@ -12,11 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 from altered_trainer import killed_at
+from models import by_hand
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
 from servers import status, wait_until
-from trainer_runs import finish, one_line, options, plain_python, run_ranks, start, timeless, training, weights, went_on
+from trainer_runs import (
+    check_weights,
+    finish,
+    one_line,
+    options,
+    plain_python,
+    run_ranks,
+    start,
+    timeless,
+    training,
+    went_on,
+)
 from transformers import AutoModelForCausalLM
 
 from grpo.pool.client import PoolClient
@@ -45,8 +57,7 @@ def numbers(run: Path) -> list[dict]:
 
 
 def check_same(run: Path, expected: Path) -> None:
-    trained, right = weights(run / "model"), weights(expected / "model")
-    assert trained.keys() == right.keys() and all(torch.equal(trained[name], right[name]) for name in trained)
+    check_weights(run / "model", expected / "model")
     assert numbers(run) == numbers(expected)
     assert (run / "completions.jsonl").read_text() == (expected / "completions.jsonl").read_text()
 
@@ -117,10 +128,9 @@ def test_a_round_is_drawn_by_the_policy_of_the_round_before_and_by_no_other(undi
     assert [row["sampling/policy_lag"] for row in timeless(undisturbed / "run")] == [0, *[1] * (STEPS - 1)]
 
 
-@torch.no_grad()
-def logprobs_of(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(dim=-1)[range(len(completion)), completion]
+def logprobs_of(policy, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return by_hand(policy, [(prompt, completion)], 1.0)[0]
 
 
 def test_a_replay_needs_no_pool_and_ends_with_the_same_bits(words, undisturbed, tmp_path):

@@ -283,7 +283,7 @@ def test_where_no_server_can_have_it_the_run_ends_with_what_each_said(policy, to
     assert server.url in str(error.value) and "Connection refused" in str(error.value)
 
 
-def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, tokenizer, tmp_path):
+def test_servers_that_cannot_be_updated_are_refused_at_the_start(policy, tokenizer, tmp_path):
     with fake() as closed, open_client(closed.url, **SETTINGS) as client, pytest.raises(ServerError) as refused:
         client.wait_ready()
     assert f"{closed.url} takes no new weights: restart it with --update_folder" in str(refused.value)
@@ -300,10 +300,7 @@ def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, t
         check_reference(config, MODEL, other)
     check_reference(TrainerConfig(), MODEL, other)
 
-
-def test_a_mixture_with_unknown_weights_is_refused(model_folder, policy, tokenizer, tmp_path):
-    described = describe(policy, tokenizer, "p")
-    config = TrainerConfig(ref_mixup_alpha=0.5, ref_update_steps=1)
+    config, described = TrainerConfig(ref_mixup_alpha=0.5, ref_update_steps=1), describe(policy, tokenizer, "p")
     with pytest.raises(ConfigError, match="ref_mixup_alpha=0.5: the servers have other weights"):
         WeightPublisher(config, None, policy, tokenizer, described, tmp_path).begin(replace(described, fingerprint="x"))
 

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -18,9 +19,7 @@ import numpy as np
 import PIL.Image
 import psutil
 import pytest
-import torch
 from altered_trainer import altered, killed_at
-from conftest import running_server
 from encoded import encoded
 from processes import left_of, processes_below, ranks_of
 from rounding import NO_KL
@@ -28,6 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer_runs import (
     STEPS,
     begun_again,
+    check_alike,
     check_same,
     finish,
     lines,
@@ -35,7 +35,6 @@ from trainer_runs import (
     reference,
     timeless,
     training,
-    weights,
     went_on,
 )
 
@@ -80,10 +79,11 @@ def undisturbed(setting, model_folder, tmp_path_factory):
 @pytest.fixture
 def resumable(setting, model_folder, tmp_path):
     """`with resumable(kind, **changes) as (words, server)`: the options of tmp_path/run, and a server of its own."""
+    folders = (tmp_path / f"server-{number}" for number in itertools.count())
 
     @contextmanager
     def start(kind: str = "full", **changes):
-        with reference(model_folder, tmp_path / "server") as server:
+        with reference(model_folder, next(folders)) as server:
             changes = {"ref_servers": server.url, "resume_from_checkpoint": "last"} | changes
             yield setting(tmp_path / "run", kind, **changes), server
 
@@ -236,7 +236,7 @@ def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_lost_costs_no_step(setting, resumable, undisturbed, model_folder, tmp_path):
+def test_a_reference_that_is_lost_costs_no_step(resumable, undisturbed, tmp_path):
     run = tmp_path / "run"
     with resumable(ref_deadline=3) as (words, server):
         with training(2, words) as process:
@@ -246,12 +246,9 @@ def test_a_reference_that_is_lost_costs_no_step(setting, resumable, undisturbed,
         assert process.returncode != 0
         steps = re.findall(r"error: no log-probs for .*ref_deadline .*; .* goes on after step (\d+)", output)
         assert len(steps) == 1 and server.url in output and "after 3 s" in output, output
-    with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
-        server.wait_ready()
-        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+    with resumable() as (words, _):
         assert went_on(finish(2, words)) == int(steps[0])
-    assert timeless(run) == timeless(undisturbed(2, "full"))
-    assert torch.equal(*(next(iter(weights(folder / "model").values())) for folder in (run, undisturbed(2, "full"))))
+    check_alike(run, undisturbed(2, "full"))
 
 
 # When it is killed (altered_trainer.py; calls counted from each start), and the last step that was not lost then.
@@ -289,23 +286,20 @@ def test_killed_in_the_middle_of_all_that_is_written(resumable, undisturbed, tmp
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_done(setting, model_folder, tmp_path):
+def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_done(setting, resumable, tmp_path):
     changes = {"ref_update_steps": 2, "max_steps": 4, "save_steps": 0, "eval_steps": 0}
-    changes |= {"steps_per_generation": 1, "num_iterations": 1, "resume_from_checkpoint": "last"}
+    changes |= {"steps_per_generation": 1, "num_iterations": 1}
     run, straight = tmp_path / "run", tmp_path / "straight"
-    with reference(model_folder, tmp_path / "server") as server:
+    with resumable() as (_, server):
         finish(1, setting(straight, "full", ref_servers=server.url, **changes))
-    with reference(model_folder, tmp_path / "second") as server:
-        words = setting(run, "full", ref_servers=server.url, **changes)
+    with resumable(**changes) as (words, _):
         with training(1, words, *killed_at("grpo.run.recorder:Recorder.metrics:after:3")) as process:
             process.communicate(timeout=120)
         assert sorted(path.name for path in run.glob("reference-*")) == ["reference-0", "reference-2"]
         finish(1, words)
     rows = timeless(run)
-    assert rows == timeless(straight) and [row["ref_step"] for row in rows] == [0, 0, 2, 2]
-    assert abs(rows[0]["kl"]) < NO_KL
-    expected = weights(straight / "model")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run / "model").items())
+    assert [row["ref_step"] for row in rows] == [0, 0, 2, 2] and abs(rows[0]["kl"]) < NO_KL
+    check_alike(run, straight)
 
     def content() -> dict[str, bytes]:
         files = [path for path in run.rglob("*") if path.is_file()]

@@ -17,6 +17,7 @@ from rounding import NO_KL
 from servers import status
 from tracker_client import write_client
 from trainer_runs import (
+    check_alike,
     finish,
     lines,
     one_line,
@@ -25,7 +26,6 @@ from trainer_runs import (
     start,
     timeless,
     wait_for_steps,
-    weights,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,11 +120,10 @@ def test_the_same_seed_gives_the_same_run_and_beta_0_needs_no_reference(model_fo
     for name, seed in (("first", 1), ("same", 1), ("other", 2)):
         output = finish(1, [*options(model_folder, data_folder, tmp_path / name, seed=seed, **changes), *letters])
         assert "beta is 0: no KL term, no reference server" in output
-    first, same, other = (timeless(tmp_path / name) for name in ("first", "same", "other"))
-    assert first == same != other
-    trained, again = (weights(tmp_path / name / "model") for name in ("first", "same"))
-    assert all(torch.equal(again[name], tensor) for name, tensor in trained.items())
-    assert "kl" not in first[1] and not (tmp_path / "first/tensorboard").exists()
+    check_alike(tmp_path / "same", tmp_path / "first")
+    rows = timeless(tmp_path / "first")
+    assert rows != timeless(tmp_path / "other")
+    assert "kl" not in rows[1] and not (tmp_path / "first/tensorboard").exists()
 
 
 @pytest.mark.slow
@@ -198,17 +197,13 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
     contradiction = tmp_path / "ds.json"
     contradiction.write_text('{"train_batch_size": 7}')
     cases = [
-        (dict(temperature=0), "temperature=0.0"),
         (dict(max_completion_length=500), "max_completion_length=500"),  # the model's config.json says it
         (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
         (dict(dataset_name="/no/data"), "dataset_name='/no/data'"),
-        (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
-        (dict(reward_funcs="brevity"), "reward_funcs='brevity': "),
         (dict(deepspeed=contradiction), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
         (dict(ref_servers=f"http://127.0.0.1:{free_port()}", ref_startup_timeout=1), "no reference server at"),
         (dict(output_dir=tmp_path / "old"), "it holds a run or an evaluation"),
         (dict(output_dir=begun.parent, resume_from_checkpoint="last"), "here: leave it as it was"),
-        (dict(output_dir="/proc/run", dataset_name="/no/data"), "output_dir='/proc/run'"),
     ]
     for changes, words in cases:
         settings = {"model_name_or_path": model_folder, "dataset_name": data_folder, "output_dir": tmp_path / "run"}
