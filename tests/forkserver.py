@@ -51,7 +51,7 @@ ROOM = 16_384  # bytes for a program's arguments, as `ps` shows them
 
 PlainPopen = subprocess.Popen
 _address: str | None = None  # where the fork server listens; None in a process that it forked
-_environment: dict[str, str] = {}  # that the heavy libraries were imported with
+imported_with: dict[str, str] = {}  # that the heavy libraries were imported with
 _server: subprocess.Popen | None = None
 _forked = False
 _adopting = threading.Lock()
@@ -90,7 +90,7 @@ def _is_program(words: list[str]) -> bool:
 
 
 def _may_fork(environment: dict[str, str]) -> bool:
-    return not (_forked and _threads() > 1) and _read_once(environment) == _read_once(_environment)
+    return not (_forked and _threads() > 1) and _read_once(environment) == _read_once(imported_with)
 
 
 def _threads() -> int:
@@ -106,8 +106,8 @@ def _read_once(environment: dict[str, str]) -> dict[str, str]:
 
 def use(environment: dict[str, str], folder: Path) -> None:
     """Put `Popen` in the place of subprocess.Popen; the server starts at the first use, with this environment."""
-    global _address, _environment
-    _address, _environment = str(folder / "socket"), environment
+    global _address, imported_with
+    _address, imported_with = str(folder / "socket"), environment
     subprocess.Popen = Popen
 
 
@@ -124,7 +124,7 @@ def _ask(start: dict, files: list[int]) -> int:
     if _server is None:
         command = [sys.executable, str(Path(__file__).resolve()), _address, "." * ROOM]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        _server = PlainPopen(command, cwd=REPOSITORY, env=_environment, **pipes, start_new_session=True)
+        _server = PlainPopen(command, cwd=REPOSITORY, env=imported_with, **pipes, start_new_session=True)
         assert _server.stdout.readline() == b"ready\n"
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address)
@@ -155,7 +155,7 @@ def _fork_here(start: dict, files: list[int], preexec_fn: Callable[[], None] | N
     return pid
 
 
-def _serve(address: str) -> None:
+def serve(address: str) -> None:
     """Fork for whoever asks, until the other end of the standard input is closed."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -266,6 +266,6 @@ if __name__ == "__main__":
     # What transformers and DeepSpeed compute once in each process, 0.3 s of it.
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen2")
     assert sys.modules["deepspeed"].ops.__compatible_ops__
-    forkserver._environment = dict(os.environ)
+    forkserver.imported_with = dict(os.environ)
     subprocess.Popen = forkserver.Popen
-    forkserver._serve(sys.argv[1])
+    forkserver.serve(sys.argv[1])

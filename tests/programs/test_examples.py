@@ -10,7 +10,6 @@ from dataclasses import fields
 import pytest
 import yaml
 from conftest import REPOSITORY
-from grpo.tools.environment import EnvironmentClass
 from trainer_runs import lines
 
 from examples.guess_the_number.environment import GuessTheNumber
@@ -18,6 +17,7 @@ from examples.guess_the_number.prepare import LARGEST, LUCKY, MAX_TURNS, Game, b
 from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.tools.session import EnvironmentClass
 
 EXAMPLES = REPOSITORY / "examples"
 GAME = EXAMPLES / "guess_the_number"

@@ -139,7 +139,7 @@ def test_killed_twice_it_has_the_weights_of_a_run_without_offload(model_folder, 
     finish(1, words("without"))
     offloaded = words("with", deepspeed="configs/ds_offload.json", resume_from_checkpoint="last")
     for step in (0, 1):
-        with training(1, offloaded, *killed_at("grpo.run.checkpoints:Checkpoints._delete_old:before:1")) as process:
+        with training(1, offloaded, *killed_at("grpo.run.checkpoints:Checkpoints.save:after:1")) as process:
             output, _ = process.communicate(timeout=200)
         assert process.returncode != 0 and went_on(output) == step, output
     check_weights(tmp_path / "with/checkpoint-2", tmp_path / "without/checkpoint-2")

@@ -152,16 +152,9 @@ def test_401_without_the_token(limited, sent):
     assert requests.get(limited.url + "/health", headers=headers, timeout=5).json() == {"status": "ok"}
 
 
-def test_a_server_that_was_not_told_to_takes_no_new_weights(limited):
-    for path in ("/v1/weights", "/v1/weights/commit"):
-        assert refusal(requests.post(limited.url + path, timeout=5))[:2] == (401, "unauthorized")
-        status, code, message = refusal(requests.post(limited.url + path, headers=TOKEN, timeout=5))
-        assert (status, code) == (403, "no_updates") and "--update_folder" in message
-    assert not requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["takes_updates"]
-
-
 def test_the_token_opens_and_is_in_no_log_and_not_in_ps(limited):
-    assert requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["vocab_size"] > 0
+    health = requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()
+    assert health["vocab_size"] > 0 and not health["takes_updates"]
     assert requests.get(limited.url + "/status", headers=TOKEN, timeout=5).json()["health"]["status"] == "ready"
     command = Path(f"/proc/{limited.process.pid}/cmdline").read_bytes()
     assert b"token_file" in command and b"s3cret" not in command

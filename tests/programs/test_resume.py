@@ -122,7 +122,7 @@ def test_after_a_full_disk_or_damage_the_run_goes_on_from_the_checkpoint_before(
     DeepSpeed would load it without a word."""
     run = tmp_path / "run"
     with resumable() as (words, _):
-        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.delete_old:after:1")) as process:
+        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.save:after:1")) as process:
             process.communicate(timeout=120)
         with training(2, words, *altered("limit_files", "400")) as process:
             output, _ = process.communicate(timeout=120)
@@ -133,7 +133,7 @@ def test_after_a_full_disk_or_damage_the_run_goes_on_from_the_checkpoint_before(
         assert "MiB of its disk are free) (rank " in errors[0] and "--resume_from_checkpoint last" in errors[0]
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
 
-        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.delete_old:after:2")) as process:
+        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.save:after:2")) as process:
             process.communicate(timeout=120)
         newest = run / "checkpoint-6"
         named = json.loads((newest / "progress.json").read_text())["files"]
@@ -333,6 +333,13 @@ def checkpoints_of(config: TrainerConfig, folder: Path, best_by: str = "") -> Ch
     return Checkpoints(config, folder, None, RunDescription(config, [], 1), "m", "r", 0, best_by)
 
 
+def delete_old(config: TrainerConfig, folder: Path, best_by: str) -> Checkpoints:
+    """Delete what a checkpoint that was just saved leaves behind."""
+    run_checkpoints = checkpoints_of(config, folder, best_by)
+    run_checkpoints.delete_old()
+    return run_checkpoints
+
+
 def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
     run = tmp_path / "run"
 
@@ -370,16 +377,15 @@ def test_the_newest_and_the_best_are_kept_and_what_cannot_be_read_stops_nothing(
         (1, "eval_rewards/nothing/mean", [14]),
     ):
         config = TrainerConfig(save_total_limit=limit)
-        checkpoints_of(config, run, best_by=best_by).delete_old()
+        delete_old(config, run, best_by)
         assert [step_of(path) for path in checkpoints(run)] == kept
         assert len([*run.iterdir()]) == len(kept)
     for step, accuracy, content in ((4, 0.9, ""), (6, 0.5, None), (8, None, "{}")):
         folder = whole(step, accuracy, ref_step=step)
         if content is not None:
             (folder / "progress.json").write_text(content)
-    kept = checkpoints_of(TrainerConfig(save_total_limit=2), run, best_by="eval_accuracy")
-    assert kept.references() == {6, 14}
-    kept.delete_old()
+    left = delete_old(TrainerConfig(save_total_limit=2), run, "eval_accuracy")
+    assert left.references() == {6, 14}
     assert [step_of(path) for path in checkpoints(run)] == [6, 14]
 
 

@@ -162,20 +162,6 @@ def test_bfloat16_with_a_linear_warm_up(data_folder, letters, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_reference_has_a_kl_from_the_first_step(data_folder, model_folder, tmp_path):
-    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
-        other.wait_ready()
-        words = options(model_folder, data_folder, tmp_path / "run", ref_servers=other.url, max_steps=1, eval_steps=0)
-        ended = plain_python(*words)
-        assert ended.returncode == 1 and "is another model than the policy starts from" in one_line(ended.stdout)
-        ended = plain_python(*words, "--allow_other_reference")
-    assert ended.returncode == 0, ended.stdout
-    assert "has other weights than the policy starts from" in ended.stdout
-    (row,) = lines(tmp_path / "run" / "metrics.jsonl")
-    assert row["kl"] > 1e-3
-
-
-@pytest.mark.slow
 @needs_gsm8k
 def test_three_steps_of_gsm8k(server, model_folder, letters, tmp_path):
     run, system = tmp_path / "run", "Answer within <answer> tags."
