@@ -15,11 +15,8 @@ the probability ratio is 1 and the clipping idle.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import signal
-import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -46,13 +43,14 @@ from grpo.config.errors import RewardError
 from grpo.report.curves import draw_curves
 from grpo.report.summary import summary
 from grpo.run.collective import on_first
-from grpo.run.exit import exit_code
+from grpo.run.exit import run_to_the_end
 from grpo.run.folder import SaveError, open_repo, push_model
 from grpo.run.metrics import PhaseClock
 from grpo.run.preflight import check_alike, describe_inputs, find_run
 from grpo.run.run_folder import find_run_folder
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
+from grpo.trainer.inputs import read_inputs
 from grpo.trainer.out_of_memory import OutOfMemory
 from grpo.trainer.record import (
     evaluate_first,
@@ -64,7 +62,7 @@ from grpo.trainer.record import (
     record_step,
     saved_at_the_end,
 )
-from grpo.trainer.setup import Run, read_inputs, set_up
+from grpo.trainer.setup import Run, set_up
 from grpo.trainer.step import update
 from grpo.trainer.step_result import coefficients, step_result
 
@@ -74,7 +72,7 @@ log = logging.getLogger("grpo_ref_split")
 def train(config: TrainerConfig, launcher: Launcher) -> None:
     """Set up, loop, and save the model. Most mistakes raise ConfigError before a model is loaded."""
     ranks = join_ranks(config)
-    try:
+    with closing(ranks.watchdog):  # torch prints a traceback of its own if rank 0 cannot be reached any more
         on_first(ranks.rank, partial(find_run_folder, config))
         inputs = read_inputs(config, ranks.rank, ranks.size, ranks.device)
         check_alike(describe_inputs(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
@@ -87,21 +85,16 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
                 optimize(run)
             finish(run)
         if ranks.rank == 0:
-            show_end(folder)
-            if config.push_to_hub:
-                push_model(folder / "model", config.hub_model_id)
+            show_end(config, folder)
         dist.destroy_process_group()
-    finally:
-        ranks.watchdog.close()  # torch prints a traceback of its own if rank 0 cannot be reached any more
 
 
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
-    config, progress, watchdog = run.config, run.progress, run.ranks.watchdog
+    config, progress = run.config, run.progress
     evaluated = evaluate_first(run)
-    bar = progress_bar(run)
-    for step in bar:
-        watchdog.step, watchdog.clock = step, (clock := PhaseClock())
+    for step in (bar := progress_bar(run)):
+        run.ranks.watchdog.step, run.ranks.watchdog.clock = step, (clock := PhaseClock())
         current, lost = coefficients(run), []
 
         # Sample, reward while the reference is at work, and compare within each group.
@@ -131,30 +124,23 @@ def optimize(run: Run) -> None:
         raise_if_over(run, step, result)
 
 
-def show_end(folder: Path) -> None:
-    """Print the run's table, draw its curves and say where its files are. The model is saved: a run without curves has
-    succeeded too."""
+def show_end(config: TrainerConfig, folder: Path) -> None:
+    """Print the run's table, draw its curves, say where the model is, and push it. A run without curves has succeeded
+    too."""
+    model = folder / "model"
     try:
         print(summary(folder), flush=True)
-        log.info("done: model in %s, curves in %s", folder / "model", draw_curves(folder))
+        log.info("done: model in %s, curves in %s", model, draw_curves(folder))
     except (OSError, ConfigError) as error:
         log.warning("the curves could not be drawn: %s; 'python -m grpo.report %s' shows them", error, folder)
-        log.info("done: model in %s", folder / "model")
+        log.info("done: model in %s", model)
+    if config.push_to_hub:
+        push_model(model, config.hub_model_id)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # all is imported: exit_code handles a Ctrl-C from now on
-    code = 1
-    try:
-        code = exit_code(
-            lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
-            (ServerError, RewardError, SaveError, OutOfMemory, OSError),
-            "interrupted before the first step",
-        )
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-    if code == 0:
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # Python would wait for threads that a reward function left, or that wait for the reference
+    run_to_the_end(
+        lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
+        (ServerError, RewardError, SaveError, OutOfMemory, OSError),
+        "interrupted before the first step",
+    )

@@ -25,14 +25,14 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream, load_examples
 from grpo.data.records import Rollout, Sample
-from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.load import load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
-from grpo.model.lora import AdapterOffReference, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.self_check import make_sampler
 from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine
+from grpo.trainer.policy import make_trainable
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 
@@ -43,30 +43,16 @@ FETCHES = {"item", "tolist", "cpu", "nonzero", "bincount", "__bool__", "__int__"
 
 
 def settings(model: str, dataset: str, **changes) -> TrainerConfig:
-    values = {
-        "model_name_or_path": model,
-        "dataset_name": dataset,
-        "system_prompt": "",
-        "beta": 0,
-        "num_generations": 4,
-        "prompts_per_step": 4,
-        "max_completion_length": 24,
-        "micro_batch_tokens": 60,
-        "warmup_steps": 0,
-        "learning_rate": 1e-3,
-        "max_grad_norm": 0,
-    } | changes
+    values = {"model_name_or_path": model, "dataset_name": dataset, "system_prompt": "", "beta": 0}
+    values |= {"num_generations": 4, "prompts_per_step": 4, "max_completion_length": 24, "micro_batch_tokens": 60}
+    values |= {"warmup_steps": 0, "learning_rate": 1e-3, "max_grad_norm": 0} | changes
     return parse_arguments(TrainerConfig, "", [f"--{name}={value}" for name, value in values.items()])
 
 
 def engine_of(config: TrainerConfig):
     device = torch.device("cpu")
     model = load_model(config, device)
-    if config.use_peft:
-        began_with_adapter = train_adapter(model, config)
-    reference = AdapterOffReference(model, began_with_adapter) if config.ref == "adapter_off" else None
-    if config.gradient_checkpointing:
-        checkpoint_activations(model)
+    reference = make_trainable(model, config)
     batcher = make_batcher(model, 0)
     engine, _ = start_engine(config, engine_config(config, 1, device), model)
     return engine, batcher, reference
@@ -95,22 +81,18 @@ def steps_with_every_file(make, folder: Path) -> dict:
         for dtype in DTYPES:
             config = make(dtype=dtype, deepspeed=file)
             engine, batcher, _ = engine_of(config)
-            applied, losses = [], []
+            applied = []
             for step in range(4):
                 samples = make_samples(config.prompts_per_step, step)
                 if step == 1:
                     samples[3].advantage = float("nan")
-                losses.append(update(engine, batcher, samples, config)["loss"].total)
+                update(engine, batcher, samples, config)
                 applied.append(engine.was_step_applied())
             groups = dist.distributed_c10d._world.pg_map
             results[Path(file).name, dtype] = {
                 "applied": applied,
-                "losses": losses,
                 "weights": [weight.detach().clone() for weight in engine.module.parameters()],
                 "fused": [group["fused"] for group in engine.basic_optimizer.param_groups],
-                "kept on": {
-                    weight.device for group in engine.basic_optimizer.param_groups for weight in group["params"]
-                },
                 "offloaded": engine.optimizer.cpu_offload,
                 "summed in": engine.optimizer.gradient_accumulation_dtype,
                 "time-outs": [group._get_backend(torch.device("cpu")).options._timeout for group in groups],
@@ -147,40 +129,29 @@ def with_answers(sample, *arguments, **named) -> list[list[Rollout]]:
 
 
 def ratios(make, dataset: str) -> dict:
-    """Find the largest |log ratio| of policy and old log-probs, and |log-probs - reference|, where no weight moves."""
+    """Count micro-batches, and find the largest |log ratio| of policy and old log-probs, and |log-probs - reference|,
+    where no weight moves."""
     results = {}
+    adapter = {"use_peft": True, "lora_target_modules": "all-linear"}
     kinds = {
         "plain": {},
         "activations kept": {"gradient_checkpointing": False},
         "cut ones left out": {"mask_truncated_completions": True, "max_completion_length": 60},
-        "its own reference": {
-            "use_peft": True,
-            "ref": "adapter_off",
-            "beta": 0.04,
-            "lora_target_modules": "all-linear",
-        },
+        "its own reference": {"ref": "adapter_off", "beta": 0.04, **adapter},
         "with answers": {"loss_type": "dapo"},
     }
     tokenizer = load_tokenizer(make())
     examples = load_examples(make(), "train", tokenizer)
     for dtype in DTYPES:
         for kind, changes in kinds.items():
-            config = make(
-                dtype=dtype,
-                learning_rate=1e-30,
-                prompts_per_step=3,
-                steps_per_generation=3,
-                num_iterations=2,
-                micro_batch_tokens=260,
-                **changes,
-            )
+            sizes = {"prompts_per_step": 3, "steps_per_generation": 3, "num_iterations": 2, "micro_batch_tokens": 260}
+            config = make(dtype=dtype, learning_rate=1e-30, **sizes | changes)
             engine, batcher, reference = engine_of(config)
             loaded = load_reward_funcs(config.reward_funcs)
             rewards = Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu"))[0], config)
             stream = PromptStream(examples, config.prompts_per_step, config.seed)
-            sampler = make_sampler(
-                engine.module, tokenizer, config.max_completion_length, config.sequences_per_generate
-            )
+            limits = config.max_completion_length, config.sequences_per_generate
+            sampler = make_sampler(engine.module, tokenizer, *limits)
             if kind == "with answers":
                 sampler.sample = partial(with_answers, sampler.sample)
             rounds = Rounds(config, engine.module, sampler, batcher, stream, rewards, None, reference)
@@ -208,11 +179,7 @@ def ratios(make, dataset: str) -> dict:
                 if step_batch is not step_batches[0]:
                     assert {*batches[begin:]} <= scored, (dtype, kind)
             grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = token_logprobs, grpo_loss
-            results[dtype, kind] = {
-                "micro-batches": len(apart),
-                "apart": max(apart),
-                "from reference": max(from_reference, default=0.0),
-            }
+            results[dtype, kind] = len(apart), max(apart), max(from_reference, default=0.0)
             engine.destroy()
     return results
 
@@ -256,13 +223,8 @@ def refusal(make, folder: Path) -> str:
 def main(model: str, dataset: str, out: str) -> None:
     make, folder = partial(settings, model, dataset), Path(out).parent
     join_ranks(make())
-    results = {
-        "steps": steps_with_every_file(make, folder),
-        "gradients": gradients(make, folder),
-        "ratios": ratios(make, dataset),
-        "fetches": fetches(make),
-        "refusal": refusal(make, folder),
-    }
+    results = {"steps": steps_with_every_file(make, folder), "gradients": gradients(make, folder)}
+    results |= {"ratios": ratios(make, dataset), "fetches": fetches(make), "refusal": refusal(make, folder)}
     torch.save(results, out)
     dist.destroy_process_group()
 

@@ -6,9 +6,9 @@ same weights, with plain SGD, so that the change of the weights is the gradient.
 With a vision-language MODEL some prompts have pictures. CASES is a JSON list of {"options": [...], "shares": [...],
 "order": [...], "old": bool, "sampled": bool, "small_steps": [...]}: the trainer's options; how many sequences each rank
 has, and of all sequences which stands where; whether they come with old and the sampler's log-probs; learning rates of
-updates on the same sequences before the one looked at. In a case with "answers" the policy did not draw all tokens; one
-that is "padded" packs nothing. A case with "spoiled", a sequence and an advantage for it, begins with an update that
-must change nothing on any rank; so does one with "masked", of which every completion was cut.
+updates before the one looked at. In a case with "answers" the policy did not draw all tokens; one that is "padded"
+packs nothing. A case with "spoiled", a sequence and an advantage for it, begins with an update that must change
+nothing; so does one with "masked", of which every completion was cut.
 """
 
 import json
@@ -31,13 +31,14 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Sample
-from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
-from grpo.model.lora import train_adapter
-from grpo.model.pictures import PictureProcessor, freeze_vision_tower, load_processor, takes_pictures
+from grpo.model.load import load_model, load_tokenizer
+from grpo.model.packing import Batcher
+from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
 from grpo.run.collective import gather
-from grpo.run.metrics import PhaseClock, add_stats
+from grpo.run.metrics import PhaseClock, Stats, add_stats
 from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks
+from grpo.trainer.policy import make_trainable
 from grpo.trainer.step import update
 from grpo.wire.picture_files import PicturedPrompt
 
@@ -49,10 +50,11 @@ PICTURES = {1: [(16, 24)], 4: [(40, 8), (20, 20)], 5: [(8, 8)], 10: [(24, 16)]}
 """sizes of the pictures of a prompt"""
 
 
-def gather_stats(stats):
-    """Return every rank's stats, added up."""
-    total = {}
-    for of_rank in gather(dict(stats)):
+def step(engine, samples: list[Sample], config: TrainerConfig, batcher: Batcher) -> dict[str, Stats]:
+    """Do an update; return every rank's stats, added up."""
+    stats = update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {})
+    total: dict[str, Stats] = {}
+    for of_rank in gather(stats):
         add_stats(total, of_rank)
     return total
 
@@ -89,21 +91,12 @@ def sequences(processor: PictureProcessor | None = None) -> list[Sample]:
         length = 0 if number in EMPTY else {1: 1, 2: 30}.get(number, draw.randint(1, 16))
         completion = [draw.randint(0, 200) for _ in range(length)]
         # The tiny model's log-probs lie about -6.2.
-        old, reference, sampling = (
-            np.asarray([-draw.uniform(low, 7) for _ in completion], np.float32) for low in (5.6, 3, 5.6)
-        )
+        lows = 5.6, 3, 5.6
+        old, reference, sampling = (np.float32([-draw.uniform(low, 7) for _ in completion]) for low in lows)
         sampling[[draw.random() < 0.2 for _ in completion]] = np.nan
-        made.append(
-            Sample(
-                prompt_ids=prompts[number // GENERATIONS],
-                completion_ids=completion,
-                advantage=0.0,
-                ref_logprobs=reference,
-                finished=number not in UNFINISHED,
-                old_logprobs=old,
-                sampling_logprobs=sampling,
-            )
-        )
+        sample = Sample(prompts[number // GENERATIONS], completion, number not in UNFINISHED, ref_logprobs=reference)
+        sample.old_logprobs, sample.sampling_logprobs = old, sampling
+        made.append(sample)
     return made
 
 
@@ -147,24 +140,22 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
-    number, advantage = case["spoiled"]
-    end = sum(case["shares"][: rank + 1])
-    samples, numbers = own_share(case, config, rank), case["order"][end - case["shares"][rank] : end]
-    if number in numbers:
-        samples[numbers.index(number)].advantage = advantage
-    before, skipped = weights_of(engine.module), engine.skipped_steps
-    stats = gather_stats(update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}))
-    assert not engine.was_step_applied() and engine.skipped_steps == skipped + 1
-    assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
-    assert isfinite(stats["loss"].total) == isfinite(np.float32(advantage))
-
-
-def check_masked(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
-    samples = [replace(sample, finished=False) for sample in own_share(case, config, rank)]
-    before, steps = weights_of(engine.module), engine.global_steps
-    assert update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}) == {}
-    assert engine.global_steps == steps
+def check_unchanged(engine, case: dict, config: TrainerConfig, batcher: Batcher, rank: int) -> None:
+    """Check that an update with a spoiled advantage, or on completions that are all masked, changes no weight."""
+    samples, before = own_share(case, config, rank), weights_of(engine.module)
+    skipped, steps = engine.skipped_steps, engine.global_steps
+    if "spoiled" in case:
+        number, advantage = case["spoiled"]
+        end = sum(case["shares"][: rank + 1])
+        numbers = case["order"][end - case["shares"][rank] : end]
+        if number in numbers:
+            samples[numbers.index(number)].advantage = advantage
+        stats = step(engine, samples, config, batcher)
+        assert not engine.was_step_applied() and engine.skipped_steps == skipped + 1
+        assert isfinite(stats["loss"].total) == isfinite(np.float32(advantage))
+    else:
+        assert step(engine, [replace(sample, finished=False) for sample in samples], config, batcher) == {}
+        assert engine.global_steps == steps
     assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
 
 
@@ -177,12 +168,7 @@ def main(model, cases_file, out) -> None:
     processor = None
     if takes_pictures(policy.config):  # the models of text have no tokenizer
         processor = load_processor(shared, policy.config, load_tokenizer(shared))
-    if configs[0].use_peft:
-        train_adapter(policy, configs[0])
-    if configs[0].freeze_vision_tower:
-        freeze_vision_tower(policy)
-    if configs[0].gradient_checkpointing:
-        checkpoint_activations(policy)
+    make_trainable(policy, configs[0])
     packed = make_batcher(policy, 0, processor)
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
@@ -198,18 +184,14 @@ def main(model, cases_file, out) -> None:
         engine.optimizer.refresh_fp32_params()
         samples = own_share(case, config, rank, processor)
         batcher = replace(packed, longest_packed=0) if case.get("padded") else packed
-        if "spoiled" in case:
-            check_skipped(engine, case, config, batcher, rank)
-        if "masked" in case:
-            check_masked(engine, case, config, batcher, rank)
+        if "spoiled" in case or "masked" in case:
+            check_unchanged(engine, case, config, batcher, rank)
         # The last update is the one that is looked at; those before it move the weights a little.
         for rate in (*case["small_steps"], LEARNING_RATE):
             for group in optimizer.param_groups:
                 group["lr"] = rate
             before = weights_of(policy)
-            stats = gather_stats(
-                update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {})
-            )
+            stats = step(engine, samples, config, batcher)
         results.append(
             {
                 "before": before,

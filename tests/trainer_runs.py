@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,36 +18,27 @@ from safetensors.torch import load_file
 
 
 def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str]:
-    settings = {
-        "model_name_or_path": model_name_or_path,
-        "dataset_name": dataset_name,
-        "output_dir": output_dir,
-        "system_prompt": "",
-        "max_prompt_length": 96,
-        "max_completion_length": 24,
-        "num_generations": 4,
-        "prompts_per_step": 4,
-        "max_steps": 3,
-        "warmup_steps": 0,
-        "learning_rate": 1e-3,
-        "eval_steps": 2,
-        "eval_samples": 10,
-        "ref_startup_timeout": 20,
-        "micro_batch_tokens": 400,
-        "no_gradient_checkpointing": None,
-    } | changes
-    return [
-        w for name, value in settings.items() for w in ([f"--{name}={value}"] if value is not None else [f"--{name}"])
-    ]
+    settings = {"model_name_or_path": model_name_or_path, "dataset_name": dataset_name, "output_dir": output_dir}
+    settings |= {"system_prompt": "", "max_prompt_length": 96, "max_completion_length": 24, "num_generations": 4}
+    settings |= {"prompts_per_step": 4, "max_steps": 3, "warmup_steps": 0, "learning_rate": 1e-3, "eval_steps": 2}
+    settings |= {"eval_samples": 10, "ref_startup_timeout": 20, "micro_batch_tokens": 400}
+    settings |= {"no_gradient_checkpointing": None} | changes
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in settings.items()]
+
+
+PIPED = {"cwd": REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 def start(*arguments, environment: dict | None = None) -> subprocess.Popen:
     """One rank without the launcher."""
     command = [sys.executable, "grpo_ref_split.py", *arguments]
-    shared = ENVIRONMENT | (environment or {})
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=shared, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return subprocess.Popen(command, env=ENVIRONMENT | (environment or {}), **PIPED)
+
+
+def plain_python(*arguments) -> subprocess.CompletedProcess:
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def run_ranks(
@@ -62,10 +54,8 @@ def run_ranks(
     with tempfile.TemporaryFile("w+") as output:
         try:
             for rank in range(count):
-                own = {name: str(value) for name, value in (sizes | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-                ranks.append(
-                    subprocess.Popen(command, cwd=REPOSITORY, env=shared | own, stdout=output, stderr=subprocess.STDOUT)
-                )
+                place = {name: str(value) for name, value in (sizes | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                ranks.append(subprocess.Popen(command, env=shared | place, **PIPED | {"stdout": output}))
             deadline = time.monotonic() + seconds
             while None in (codes := [process.poll() for process in ranks]) and not any(codes):
                 assert time.monotonic() < deadline
@@ -80,12 +70,6 @@ def run_ranks(
                 process.wait()
         output.seek(0)
         return subprocess.CompletedProcess(command, next(filter(None, codes), 0), output.read())
-
-
-def plain_python(*arguments) -> subprocess.CompletedProcess:
-    process = start(*arguments)
-    output, _ = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def lines(path) -> list[dict]:
@@ -105,37 +89,31 @@ def timeless(run) -> list[dict]:
 def one_line(output: str) -> str:
     """The program's own last word: one line, no traceback."""
     assert "Traceback" not in output, output
-    said = [line for line in output.splitlines() if line.startswith("grpo_ref_split.py: error:")]
-    assert len(said) == 1, output
-    return said[0]
+    errors = [line for line in output.splitlines() if line.startswith("grpo_ref_split.py: error:")]
+    assert len(errors) == 1, output
+    return errors[0]
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Wait for what a running process does."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def wait_for_steps(process, run, count) -> None:
-    deadline = time.monotonic() + 90
-    while not (run / "metrics.jsonl").exists() or len(lines(run / "metrics.jsonl")) < count:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(lines(metrics)) >= count, process)
 
 
 STEPS = 10
 
-
 # Rounds of two steps, each trained on twice, and checkpoints in the middle of them.
-OPTIONS = {
-    "max_steps": STEPS,
-    "save_steps": 2,
-    "eval_steps": 5,
-    "steps_per_generation": 2,
-    "num_iterations": 2,
-    "kl_target": 1e-4,
-    "weight_decay": 0.1,
-    "use_adaptive_entropy": None,
-    "entropy_coef": 0.1,
-    "entropy_target": 6.04,
-    "report_to": "none",
-    "ref_deadline": 120,
-}
+OPTIONS = {"max_steps": STEPS, "save_steps": 2, "eval_steps": 5, "steps_per_generation": 2, "num_iterations": 2}
+OPTIONS |= {"use_adaptive_entropy": None, "entropy_coef": 0.1, "entropy_target": 6.04, "kl_target": 1e-4}
+OPTIONS |= {"weight_decay": 0.1, "report_to": "none", "ref_deadline": 120}
 KINDS = {
     "full": {},
     "reference updates": {"ref_update_steps": 4, "ref_mixup_alpha": 0.6},
@@ -153,23 +131,11 @@ def reference(model_folder: Path, folder: Path):
         yield server
 
 
-def command_of(ranks: int, words: list[str], *program: str) -> list[str]:
-    """`program` stands before the trainer's options."""
-    return [*(launcher(ranks) if ranks > 1 else [sys.executable]), *(program or ["grpo_ref_split.py"]), *words]
-
-
 @contextmanager
 def training(ranks: int, words: list[str], *program: str):
-    """A trainer on its way, in a process group of its own."""
-    process = subprocess.Popen(
-        command_of(ranks, words, *program),
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """A trainer on its way, in a process group of its own. `program` stands before its options."""
+    command = [*(launcher(ranks) if ranks > 1 else [sys.executable]), *(program or ["grpo_ref_split.py"]), *words]
+    process = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **PIPED)
     try:
         yield process
     finally:
@@ -190,9 +156,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+def equal(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> bool:
+    return here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
+
+
 def check_weights(folder: Path, other: Path) -> None:
-    here, there = weights(folder), weights(other)
-    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
+    assert equal(weights(folder), weights(other))
 
 
 def check_alike(run: Path, other: Path) -> None:
@@ -213,22 +182,19 @@ def begun_again(process: subprocess.Popen, run: Path) -> bool:
     """Wait until it writes into the run's files. False where it ends without: the run is done."""
     recorded = run / "metrics.jsonl"
     before = recorded.stat().st_mtime_ns if recorded.exists() else 0
-    deadline = time.monotonic() + 120
-    while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
-        assert time.monotonic() < deadline
-        if process.poll() == 0:
-            return False
-        assert process.returncode is None, process.communicate()
-        time.sleep(0.01)
-    return True
+
+    def begun() -> bool:
+        return recorded.exists() and recorded.stat().st_mtime_ns != before
+
+    wait_until(lambda: process.poll() == 0 or begun(), process)
+    return begun()
 
 
 def reach(process: subprocess.Popen, run: Path, step: int) -> None:
     """Wait until this step is recorded, of this process: it begins with cutting off what is beyond where it goes on."""
     begun_again(process, run)
-    while not any(f'{{"step": {step},' in line for line in (run / "metrics.jsonl").read_text().splitlines()):
-        assert process.poll() is None
-        time.sleep(0.01)
+    row = f'{{"step": {step},'
+    wait_until(lambda: any(row in line for line in (run / "metrics.jsonl").read_text().splitlines()), process)
 
 
 def went_on(output: str) -> int:

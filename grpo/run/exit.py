@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -77,6 +79,21 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         say_once(f"sys.exit was called at {caller.filename}:{caller.lineno} in {caller.name}, before the work was done")
         return 1
     return 0
+
+
+def run_to_the_end(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> NoReturn:
+    """Do a rank's work, and end this process with exit_code's."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # all is imported: exit_code handles a Ctrl-C from now on
+    code = 1
+    try:
+        code = exit_code(work, failures, interrupted)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    if code == 0:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # Python would wait for threads that a reward function left, or that wait for the reference
 
 
 @contextmanager

@@ -30,18 +30,13 @@ from grpo.run.collective import gather, own_place
 from grpo.run.watchdog import TIME_OUT, Watchdog
 from grpo.trainer.out_of_memory import START, explain_shortage
 
-# AdamW over the trained parameters, and its learning-rate schedule, both as in the Trainer of transformers.
-
-
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-
 _EPSILON = 1e-8  # torch's and the Trainer's; no recipe has another
+_LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW, whose kernels count in 32 bits
 
-_LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW
 
-
-def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Make torch's AdamW, or with optim=adamw_8bit that of bitsandbytes.
+def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+    """Make AdamW over the trained parameters: torch's, or with optim=adamw_8bit that of bitsandbytes.
 
     DeepSpeed's would be compiled at the first start. A fused AdamW copies no weights. Raises ConfigError for weights in
     less than 16 bits, which cannot be trained.
@@ -51,25 +46,41 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW
             f"model_name_or_path={config.model_name_or_path!r}: its weights are quantized, so that they cannot be "
             "trained: add use_peft, or name the model that they were made from"
         )
+    decayed, not_decayed = parameter_groups(model)
+    settings = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": _EPSILON}
     if config.optim == "adamw_8bit":
-        return _with_8_bits(model, config)
-    decays = config.weight_decay, 0.0
+        from bitsandbytes.optim import AdamW8bit
+
+        class AdamW(AdamW8bit):
+            def get_config(self, group_index: int, index: int, group: dict) -> dict:
+                return super().get_config(group_index, index, group) | {"optim_bits": group["optim_bits"]}
+
+        large = {id(weight) for weight in in_8_bits(model)}
+        kinds = [
+            ([weight for weight in decayed if id(weight) in large], config.weight_decay, 8),
+            ([weight for weight in decayed if id(weight) not in large], config.weight_decay, 32),
+            (not_decayed, 0.0, 32),
+        ]
+        return AdamW(
+            [
+                {"params": part, "weight_decay": decay, "optim_bits": bits}
+                for weights, decay, bits in kinds
+                for part in _parts(weights)
+            ],
+            **settings,
+        )
     groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in zip(parameter_groups(model), decays, strict=True)
-        if parameters  # a LoRA adapter has no biases and norms, and DeepSpeed takes no empty group
+        {"params": weights, "weight_decay": decay}
+        for weights, decay in ((decayed, config.weight_decay), (not_decayed, 0.0))
+        if weights  # a LoRA adapter has no biases and norms, and DeepSpeed takes no empty group
     ]
-    betas = config.adam_beta1, config.adam_beta2
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=_EPSILON, fused=True)
+    return torch.optim.AdamW(groups, **settings, fused=True)
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trained parameters: those with weight decay, and those without, biases and the weights of norms.
-
-    A norm is recognised by its name or by its class, as in `Trainer.get_decay_parameter_names`.
-    """
-    layer_norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    norms = {id(parameter) for module in layer_norms for parameter in module.parameters()}
+    """Return the trained parameters: those with weight decay, and those without, biases and the weights of norms, which
+    a name or a class tells, as in `Trainer.get_decay_parameter_names`."""
+    norms = {id(weight) for part in model.modules() if isinstance(part, nn.LayerNorm) for weight in part.parameters()}
     decayed, not_decayed = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -79,41 +90,14 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters whose moments are in 8 bits: matrices, but no embeddings and nothing small.
-
-    `Trainer` and bitsandbytes leave those out too; but ZeRO-2 makes one tensor of a group, which is never small, so
-    bitsandbytes could not see it.
-    """
+    """Return the parameters whose moments are in 8 bits, as in `Trainer`: matrices, but no embeddings, nothing small.
+    ZeRO-2 makes one tensor of a group, in which bitsandbytes could not see what is small."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [weight for weight in parameter_groups(model)[0] if id(weight) not in embeddings and weight.numel() >= 4096]
 
 
-def _with_8_bits(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Make bitsandbytes' AdamW, each group with its `optim_bits`."""
-    from bitsandbytes.optim import AdamW8bit
-
-    class AdamW(AdamW8bit):
-        def get_config(self, group_index: int, index: int, group: dict) -> dict:
-            return super().get_config(group_index, index, group) | {"optim_bits": group["optim_bits"]}
-
-    decayed, not_decayed = parameter_groups(model)
-    large = in_8_bits(model)
-    large_ids = {id(weight) for weight in large}
-    small = [weight for weight in decayed if id(weight) not in large_ids]
-    groups = [
-        {"params": part, "weight_decay": decay, "optim_bits": bits}
-        for weights, decay, bits in (
-            (large, config.weight_decay, 8),
-            (small, config.weight_decay, 32),
-            (not_decayed, 0.0, 32),
-        )
-        for part in _parts(weights)
-    ]
-    return AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=_EPSILON)
-
-
 def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split weights, in their order, into groups that bitsandbytes' kernels, which count in 32 bits, can count."""
+    """Split weights, in their order, into groups of at most _LARGEST_GROUP numbers."""
     parts, size = [], _LARGEST_GROUP
     for weight in weights:
         if size + weight.numel() > _LARGEST_GROUP:
@@ -125,21 +109,21 @@ def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LambdaLR:
-    """Make the learning-rate schedule. `transformers.get_scheduler` gives the same rates, but loads bitsandbytes."""
-    return LambdaLR(optimizer, lambda updates: rate_factor(updates, config))
-
-
-def rate_factor(updates: int, config: TrainerConfig) -> float:
-    """Return the factor of `learning_rate` after so many updates: a linear warm-up, then lr_scheduler_type."""
+    """Make the learning-rate schedule: a linear warm-up, then lr_scheduler_type. `transformers.get_scheduler` gives the
+    same rates, but loads bitsandbytes."""
     warmup, last = config.warmup_steps, config.max_steps
-    if updates < warmup:
-        return updates / warmup
-    if config.lr_scheduler_type == "constant_with_warmup":
-        return 1.0
     whole = max(1, last - warmup)
-    if config.lr_scheduler_type == "linear":
-        return max(0.0, (last - updates) / whole)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((updates - warmup) / whole))))
+
+    def factor(updates: int) -> float:
+        if updates < warmup:
+            return updates / warmup
+        if config.lr_scheduler_type == "constant_with_warmup":
+            return 1.0
+        if config.lr_scheduler_type == "linear":
+            return max(0.0, (last - updates) / whole)
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((updates - warmup) / whole))))
+
+    return LambdaLR(optimizer, factor)
 
 
 if not wants_card():
@@ -170,13 +154,8 @@ def join_ranks(config: TrainerConfig) -> Ranks:
     """Meet the other ranks. Raises ConfigError if a card cannot be used."""
     rank, world_size, device = own_place()
     if "RANK" not in os.environ:  # plain python instead of the deepspeed launcher: one rank
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if device.type == "cpu":
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -192,20 +171,18 @@ def join_ranks(config: TrainerConfig) -> Ranks:
 
 
 def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
-    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps.
-
-    Raises ConfigError if DeepSpeed refuses a setting of its file only now.
-    """
+    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps. Raises ConfigError
+    if DeepSpeed refuses a setting of its file only now."""
     keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
     with (
         refused_by_deepspeed(config.deepspeed, AssertionError),
-        explain_shortage(START, START, config, lambda: "nothing is lost: no step was done"),
+        explain_shortage(lambda: (START, START), config, lambda: "nothing is lost: no step was done"),
     ):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
-    # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so DeepSpeed would time
-    # each sampled token, and from the third step on wait for the device before each.
+    # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so it would time sampled
+    # tokens, and wait for the device before each.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
@@ -214,7 +191,7 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
 
 
 def _longest_collective(config: TrainerConfig) -> timedelta:
-    """Return how long a collective may take: a rank may wait for servers while the others wait for that rank."""
+    """Return how long a collective may take: the others wait for a rank that waits for servers."""
     return timedelta(seconds=TIME_OUT + config.ref_deadline + (config.pool_deadline if config.sampler == "pool" else 0))
 
 
@@ -222,10 +199,14 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
     """Return the file's settings with every "auto" filled. Raises ConfigError if file and settings contradict each
     other, or if DeepSpeed refuses the file."""
     file = _DeepSpeedFile(config.deepspeed)
-    file.refuse_what_settings_decide()
-    zero, place = _zero_section(file, config)
+    ours = {"optimizer": "learning_rate, adam_* and weight_decay", "scheduler": "lr_scheduler_type"}
+    for key in ours.keys() & file.settings.keys():
+        raise file.error(f"{key} is set there, but {ours[key]} decide it: take it out")
+    place = _fill_zero(file, config)
     sequences, source = config.prompts_per_step * config.num_generations, "prompts_per_step x num_generations"
-    cutting = "the token-budget cutting into micro-batches"
+    dtype = resolve_dtype(config, device)
+    cutting, skipping = "the token-budget cutting into micro-batches", "the check for steps that are not finite"
+    timing = "that DeepSpeed times forward passes through its engine alone, past which the trainer's go,"
     for key, value, decided_by in (
         ("train_batch_size", sequences, source),
         ("train_micro_batch_size_per_gpu", sequences // world_size, f"{source} / {world_size} ranks"),
@@ -233,17 +214,19 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
         ("managed_gradient_accumulation", False, cutting),
         ("gradient_clipping", config.max_grad_norm, "max_grad_norm"),
         ("zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,"),
+        ("bf16.enabled", dtype == torch.bfloat16, "dtype"),
+        ("bf16.check_grad_overflow", True, skipping),  # such a step is left out
+        ("zero_optimization.compute_grad_norm", True, skipping),
+        ("fp16.enabled", False, "dtype, which is bfloat16 or float32,"),
+        ("wall_clock_breakdown", False, timing),
+        ("flops_profiler.enabled", False, timing),
     ):
-        file.fill(file.settings, key, value, decided_by)
-    dtype, bf16 = resolve_dtype(config, device), file.section("bf16")
-    skipping = "the check for steps that are not finite"  # such a step is left out
-    file.fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
-    file.fill(bf16, "check_grad_overflow", True, skipping, "bf16.")
-    file.fill(zero, "compute_grad_norm", True, skipping, "zero_optimization.")
+        file.fill(key, value, decided_by)
+    zero = file.section("zero_optimization")
     if zero.get("overlap_comm") == "auto":
         zero["overlap_comm"] = world_size > 1  # one rank has no other to talk with, and would hold a second bucket
     data_types = file.section("data_types")
-    known = ("bf16", "fp32") if bf16["enabled"] else ("fp32",)
+    known = ("bf16", "fp32") if dtype == torch.bfloat16 else ("fp32",)
     if data_types.setdefault("grad_accum_dtype", "auto") == "auto":
         # ZeRO-2 takes the memory for fp32 sums of gradients anyway, for AdamW's step, unless the step is on the CPU:
         # then bf16 sums are kept there too, and fp32 ones would stay on the GPU.
@@ -271,61 +254,37 @@ class _DeepSpeedFile:
             self.path = REPOSITORY / self.path
         try:
             self.settings = json.loads(self.path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"deepspeed='{name}': {error.strerror}: give the path of a JSON file") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"deepspeed='{name}': not JSON: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or f"not JSON: {error}"
+            raise ConfigError(f"deepspeed='{name}': {reason}: give the path of a JSON file") from error
         if not isinstance(self.settings, dict):
             raise ConfigError(f"deepspeed='{name}': write a JSON object")
 
     def error(self, text: str) -> ConfigError:
         return ConfigError(f"deepspeed='{self.path}': {text}")
 
-    def section(self, key: str, parent: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-        """Return a section, which is added if the file has none."""
-        section = (self.settings if parent is None else parent).setdefault(key, {})
-        if not isinstance(section, dict):
-            raise self.error(f"{prefix}{key} is {section!r}: write a JSON object, or take it out")
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section, such as zero_optimization.offload_optimizer, which is added if the file has none."""
+        section = self.settings
+        for key in filter(None, name.split(".")):
+            section = section.setdefault(key, {})
+            if not isinstance(section, dict):
+                raise self.error(f"{name} is {section!r}: write a JSON object, or take it out")
         return section
 
-    def fill(self, section: dict[str, Any], key: str, value: Any, source: str, prefix: str = "") -> None:
+    def fill(self, name: str, value: Any, source: str) -> None:
+        """Set a key in its section. Raises ConfigError if it has another value."""
+        place, _, key = name.rpartition(".")
+        section = self.section(place)
         if section.get(key, "auto") not in ("auto", value):
-            raise self.error(f'{prefix}{key} is {section[key]!r} but {source} makes it {value!r}: write "auto" there')
+            raise self.error(f'{name} is {section[key]!r} but {source} makes it {value!r}: write "auto" there')
         section[key] = value
 
-    def refuse_what_settings_decide(self) -> None:
-        for key, instead in (
-            ("optimizer", "learning_rate, adam_* and weight_decay"),
-            ("scheduler", "lr_scheduler_type"),
-        ):
-            if key in self.settings:
-                raise self.error(f"{key} is set there, but {instead} decide it: take it out")
-        half = {
-            "fp16.enabled": self._is_enabled("fp16"),
-            "communication_data_type": str(self.settings.get("communication_data_type")).lower() == "fp16",
-        }
-        for key, is_half in half.items():
-            if is_half:
-                raise self.error(f"{key} asks for float16: the dtypes are bfloat16 and float32: take it out")
-        timers = {
-            "wall_clock_breakdown": self.settings.get("wall_clock_breakdown", False),
-            "flops_profiler.enabled": self._is_enabled("flops_profiler"),
-        }
-        for key, enabled in timers.items():
-            if enabled:
-                raise self.error(
-                    f"{key} is true, but DeepSpeed can time only forward passes through its engine, and the trainer's "
-                    "go past it: take it out, metrics.jsonl has the time of each phase"
-                )
 
-    def _is_enabled(self, key: str) -> bool:
-        return key in self.settings and self.section(key).get("enabled", False)
-
-
-def _zero_section(file: _DeepSpeedFile, config: TrainerConfig) -> tuple[dict[str, Any], str]:
-    """Return the section of ZeRO, and where its optimizer's state is: "cpu" or "none"."""
+def _fill_zero(file: _DeepSpeedFile, config: TrainerConfig) -> str:
+    """Complete the section of ZeRO. Return where its optimizer's state is: "cpu" or "none"."""
     file.settings.setdefault("zero_optimization", {"stage": 2})
-    zero = file.section("zero_optimization")
+    zero, name = file.section("zero_optimization"), "zero_optimization.offload_optimizer"
     if zero.get("stage") != 2:
         raise file.error(
             f"zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the whole weights that "
@@ -333,25 +292,23 @@ def _zero_section(file: _DeepSpeedFile, config: TrainerConfig) -> tuple[dict[str
         )
     if zero.get("offload_optimizer", {}) is None:  # DeepSpeed's own default
         del zero["offload_optimizer"]
-    place = "none"
-    if "offload_optimizer" in zero:
-        place = file.section("offload_optimizer", zero, "zero_optimization.").get("device", "none")
+    place = file.section(name).get("device", "none") if "offload_optimizer" in zero else "none"
     if place not in ("cpu", "none"):
-        raise file.error(f"zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
+        raise file.error(f"{name}.device is {place!r}: use 'cpu'")
     if config.optim == "adamw_8bit":
         require_packages("optim", config.optim, "bitsandbytes")
         if place != "none":
             raise ConfigError(
-                f"optim={config.optim!r}: '{file.path}' has zero_optimization.offload_optimizer, which wants AdamW on "
-                "the CPU, in 32 bits: take one of them out"
+                f"optim={config.optim!r}: '{file.path}' has {name}, which wants AdamW on the CPU, in 32 bits: take one "
+                "of them out"
             )
-        file.fill(file.settings, "zero_allow_untested_optimizer", True, "optim")
-    return zero, place
+        file.fill("zero_allow_untested_optimizer", True, "optim")
+    return place
 
 
 @contextmanager
 def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[None]:
-    """Raise ConfigError if DeepSpeed's checks of the file raise an error of this kind in the block."""
+    """Raise ConfigError for an error of DeepSpeed's checks of the file."""
     try:
         yield
     except kind as error:
@@ -370,8 +327,4 @@ def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
     largest = max((weight.numel() for weight in trained), default=0)
     if zero.get("overlap_comm") and largest > bucket:
         zero["overlap_comm"] = False
-        log.info(
-            "overlap_comm is off: a weight has %d numbers, and beside the backward pass DeepSpeed sums "
-            "reduce_bucket_size=%d at most",
-            *(largest, bucket),
-        )
+        log.info("overlap_comm is off: a weight has %d numbers, above reduce_bucket_size=%d", largest, bucket)

@@ -36,16 +36,13 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 
-    Each example is answered greedily, and `num_generations_eval` times at `temperature`. The completions are cut into
-    calls of `sequences_per_generate` before ranks share them, and the completions of a call are drawn and rewarded
-    together: so the number of ranks changes nothing, to the last bit. A completion's `sample` is 0 for the greedy one,
-    else its number.
+    Each example is answered greedily, sample 0, and `num_generations_eval` times at `temperature`. The completions are
+    cut into calls of `sequences_per_generate` before ranks share them, and those of a call are drawn and rewarded
+    together: so the number of ranks changes nothing, to the last bit. Reward functions are given `state`; their log is
+    not recorded. Raises RewardsLost.
 
-    Reward functions are given `state`; their log is not recorded. Raises RewardsLost.
-
-    Only avg@k and pass@k count the sampled answers; the others the greedy ones. `eval_tools/...` exist with
-    tools or an environment, `eval_accuracy`, avg@k and pass@k with a reward function that is a verdict, `eval_format`
-    with one that declares a full reward.
+    Only avg@k and pass@k count the sampled answers. `eval_tools/...` exist with tools or an environment,
+    `eval_accuracy`, avg@k and pass@k with a verdict, `eval_format` with a function that declares a full reward.
 
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
@@ -98,11 +95,9 @@ def _line(example: Example, sample: int, rollout: Rollout, verdict: dict[str, An
 
 def with_pictures(completions: Sequence[dict[str, Any]], examples: Sequence[Example]) -> list[dict[str, Any]]:
     """Return completions of `evaluate` with the bytes of their prompts' pictures, which ranks do not exchange."""
-    pictures = {example.index: pictures_of(example.prompt_ids) for example in examples}
-    return [
-        completion | {"pictures": found} if (found := pictures[completion["problem"]]) else completion
-        for completion in completions
-    ]
+    by_problem = {example.index: pictures_of(example.prompt_ids) for example in examples}
+    pictures = {problem: {"pictures": found} for problem, found in by_problem.items() if found}
+    return [completion | pictures.get(completion["problem"], {}) for completion in completions]
 
 
 def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
@@ -117,14 +112,12 @@ def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
 
 
 def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
-    """Return the metric by which a checkpoint is the best, with the rewards of join_rewards.
-
-    Raises ConfigError if the evaluation has no such metric.
-    """
-    names = ["accuracy"] if verdicts(rewards) else []
-    names += ["reward", *(f"rewards/{name}/mean" for name in reward_names(rewards, config))]
-    names += ["format"] if full_rewards(rewards) else []
-    names += [f"{kind}@{k}" for kind, ks in _sampled(config).items() for k in ks]
+    """Return the metric by which a checkpoint is the best. Raises ConfigError if the evaluation has no such metric."""
+    names = ["accuracy"] * bool(verdicts(rewards)) + ["reward"]
+    names += [f"rewards/{name}/mean" for name in reward_names(rewards, config)]
+    names += ["format"] * bool(full_rewards(rewards))
+    if config.num_generations_eval:
+        names += [f"avg@{config.num_generations_eval}", *(f"pass@{k}" for k in config.ks)]
     name = names[0] if config.metric_for_best_model is None else config.metric_for_best_model.removeprefix("eval_")
     if name not in names:
         raise ConfigError(
@@ -144,18 +137,15 @@ def pass_at_k(correct: np.ndarray, n: int, k: int) -> np.ndarray:
     return 1 - np.prod(np.maximum(n - correct[:, None] - j, 0) / (n - j), axis=1)
 
 
-def _sampled(config: RewardedConfig) -> dict[str, list[int]]:
-    """Return the k of avg@k and of pass@k."""
-    return {"avg": [config.num_generations_eval], "pass": config.ks} if config.num_generations_eval else {}
-
-
 def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarray]:
     """Return the verdicts on completions, without verdicts their rewards: [functions, completions] -> [completions] by
     name."""
     rewards = by_function.numpy()
-    judged = {"correct": rewarder.is_correct(rewards)} if rewarder.verdicts else {}
-    judged |= {"format": rewarder.has_format(rewards)} if rewarder.full_rewards else {}
-    return judged if rewarder.verdicts else {"reward": total_rewards(by_function, rewarder.weights).numpy(), **judged}
+    if rewarder.verdicts:
+        judged = {"correct": rewarder.is_correct(rewards)}
+    else:
+        judged = {"reward": total_rewards(by_function, rewarder.weights).numpy()}
+    return judged | ({"format": rewarder.has_format(rewards)} if rewarder.full_rewards else {})
 
 
 def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, config: RewardedConfig) -> dict[str, float]:
@@ -179,9 +169,8 @@ def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, config
         metrics["eval_tools/failure_frequency"] = failures.sum().item() / max(calls.sum().item(), 1)
     if samples := counts.shape[2] - 1:
         solved = rewarder.is_correct(rewards[:, :, 1:]).sum(axis=1)
-        estimates = {f"avg@{samples}": solved / samples} | {
-            f"pass@{k}": pass_at_k(solved, samples, k) for k in config.ks
-        }
+        estimates = {f"avg@{samples}": solved / samples}
+        estimates |= {f"pass@{k}": pass_at_k(solved, samples, k) for k in config.ks}
         for name, values in estimates.items():
             metrics[f"eval_{name}"] = values.mean().item()
             metrics[f"eval_{name}_se"] = values.std(ddof=1).item() / math.sqrt(count) if count > 1 else math.nan

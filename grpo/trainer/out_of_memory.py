@@ -16,36 +16,32 @@ START, EVALUATION = "the start", "evaluation"
 """the places outside of a step's phases where memory may be too small"""
 
 _GIB = 2**30
-_REQUEST = re.compile(r"ried to allocate ([\d.]+ \w+)")
 
 
 class OutOfMemory(Exception):
     """The memory of a rank was too small. The message says where, and which setting to lower."""
 
 
-def raise_if_short(error: BaseException, where: str, phase: str, config: TrainerConfig, way_on: str) -> None:
-    """Raise OutOfMemory if the error means it.
-
-    `where` is the place, such as "update of step 7"; `phase` is its kind; `way_on` says how to continue the run.
-    """
-    if is_out_of_memory(error):
-        raise OutOfMemory(
-            f"out of memory in {where}{_sizes(error)}: {_remedy(error, phase, config)}; {way_on}"
-        ) from None
-
-
 @contextmanager
-def explain_shortage(where: str, phase: str, config: TrainerConfig, way_on: Callable[[], str]) -> Iterator[None]:
-    """Raise OutOfMemory as raise_if_short does for an error in the block."""
+def explain_shortage(
+    place: Callable[[], tuple[str, str]], config: TrainerConfig, way_on: Callable[[], str]
+) -> Iterator[None]:
+    """Raise OutOfMemory for an error in the block that means it.
+
+    `place` returns where it was, such as "update of step 7", and the phase; `way_on` how to continue the run.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        raise_if_short(error, where, phase, config, way_on())
-        raise
+        if not is_out_of_memory(error):
+            raise
+        where, phase = place()
+        remedy = _remedy(error, phase, config)
+        raise OutOfMemory(f"out of memory in {where}{_sizes(error)}: {remedy}; {way_on()}") from None
 
 
 def _sizes(error: BaseException) -> str:
-    request = _REQUEST.search(str(error))
+    request = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
     parts = [f"{request[1]} more were asked for"] if request else []
     if torch.cuda.is_available():
         tensors, torchs = torch.cuda.memory_allocated() / _GIB, torch.cuda.memory_reserved() / _GIB
@@ -75,9 +71,7 @@ def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
 
 
 def _of_gradients(error: BaseException) -> bool:
-    """Tell whether a hook of ZeRO failed, which autograd calls for each gradient."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        for place in ("deepspeed/runtime/zero", "torch/autograd"):
-            if place in frame.filename:
-                return place.startswith("deepspeed")
-    return False
+    """Tell whether a hook of ZeRO failed, which autograd calls for each gradient: not the model's own backward pass."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    places = [file for file in files if "deepspeed/runtime/zero" in file or "torch/autograd" in file]
+    return bool(places) and "deepspeed" in places[-1]

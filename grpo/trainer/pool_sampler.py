@@ -11,9 +11,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,55 +42,19 @@ SHOWN = 8
 
 
 class GroupDeadline:
-    """The time that a rank still waits for groups: it moves on with each that the pool gets."""
+    """The time that a rank still waits for groups: it begins anew with each that the pool gets, whichever rank's it is,
+    as workers draw one rank's after another's."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._drawn: int | None = None
-        self.move_on()
-
-    def move_on(self) -> None:
-        self._end = time.monotonic() + self.seconds
-
-    def seconds_left(self) -> float:
-        return self._end - time.monotonic()
-
-    def wants_status(self) -> bool:
-        """Tell whether is_over needs the pool's status."""
-        return self._drawn is None or self.seconds_left() <= 0
+        self._drawn, self._moved = -1, 0.0
 
     def is_over(self, status: dict[str, Any]) -> bool:
-        """Tell whether the time has passed without a group of any rank: workers draw one rank's after another's."""
+        """Tell whether the time has passed without a group since the first call."""
         drawn = sum(row["drawn"] for row in status.get("rounds", []))
         if drawn != self._drawn:
-            self.move_on()
-        self._drawn = drawn
-        return self.seconds_left() <= 0
-
-
-@contextmanager
-def logged_wait(what: str, url: str, status: Callable[[], dict[str, Any]], round_number: int) -> Iterator[None]:
-    """Log the state of the wait after 5 s and then each 15 s, while the block lasts."""
-    ended = threading.Event()
-
-    def write_lines() -> None:
-        began, pause = time.monotonic(), FIRST_LINE
-        while not ended.wait(pause):
-            pause = BETWEEN_LINES
-            try:
-                text = describe_wait(status(), url, round_number)
-            except RequestFailure as failure:
-                text = f"{url} {failure}"
-            except ServerError as error:
-                text = str(error)
-            if not ended.is_set():
-                log.info("%s: waiting since %.0f s: %s", what, time.monotonic() - began, text)
-
-    threading.Thread(target=write_lines, name="pool-wait", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
+            self._drawn, self._moved = drawn, time.monotonic()
+        return time.monotonic() - self._moved >= self.seconds
 
 
 def describe_wait(status: dict[str, Any], url: str, round_number: int) -> str:
@@ -119,24 +83,9 @@ _LONG_POLL = 5.0  # seconds; a signal is heeded after so many
 _MOST_COLUMNS = 32 << 20  # bytes of a request, half of a pool's limit
 
 
-class Source(Protocol):
-    """What a rank takes groups from: the pool, or the file of an earlier run's (grpo/trainer/pool_sampler.py)."""
-
-    url: str
-    """what messages call it"""
-
-    def put_tasks(self, tasks: Sequence[Task]) -> None: ...
-
-    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-
 def connect(config: TrainerConfig, name: str) -> PoolClient:
-    """Return a client of the pool, which need not run yet. `name` is the run's.
-
-    Raises ServerError where another program answers, or one that wants another token.
-    """
+    """Return a client of the pool, which need not run yet. `name` is the run's. Raises ServerError where another
+    program answers, or one that wants another token."""
     verify = check_certificates(config.ref_ca_file)
     pool = PoolClient(config.pool, config.token, verify, config.ref_request_timeout, name)
     with suppress(RequestFailure):
@@ -150,15 +99,16 @@ def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
         return
     for example in examples:
         try:
-            size = len(_columns_as_json(example))
-            fault = f"{size:,} bytes as JSON, and {LONGEST_COLUMNS:,} are the most" if size > LONGEST_COLUMNS else ""
+            size = len(json.dumps(example.columns))
+            if size <= LONGEST_COLUMNS:
+                continue
+            fault = f"{size:,} bytes as JSON, and {LONGEST_COLUMNS:,} are the most"
         except (TypeError, ValueError) as error:
             fault = f"what is no JSON ({error})"
-        if fault:
-            raise ConfigError(
-                f"environment={config.environment!r}: workers get the columns of a row as JSON, and row "
-                f"{example.index} (from 0) has {fault}: mend the dataset, or use sampler continuous"
-            )
+        raise ConfigError(
+            f"environment={config.environment!r}: workers get the columns of a row as JSON, and row {example.index} "
+            f"(from 0) has {fault}: mend the dataset, or use sampler continuous"
+        )
 
 
 class PoolSampler(Sampler):
@@ -167,7 +117,7 @@ class PoolSampler(Sampler):
     def __init__(
         self,
         config: TrainerConfig,
-        source: Source,
+        source: PoolClient | Replay,
         ask: Retrier,
         run: PoolRun | None,
         tokenizer: PreTrainedTokenizerBase,
@@ -181,21 +131,12 @@ class PoolSampler(Sampler):
         self._round = self._put = -1
 
     def update_weights(self, version: int) -> None:
-        """Begin the round that follows so many updates: publish this version.
-
-        Returns on every rank when the pool has the run, and the version that draws the round. Raises ServersLost on
-        every rank.
-        """
-        self._round, lost = version // self._config.updates_per_round, None
-        with self._logged_wait():
-            try:
-                if self._run is not None:
-                    self._run.publish(version, self._round)
-            except (ServerError, SaveError) as error:
-                lost = error
-            except Stopped:
-                lost = self._stopped()
-            raise_together(lost, ServersLost)
+        """Begin the round that follows so many updates: publish this version. Returns on every rank when the pool has
+        the version that draws the round. Raises ServersLost on every rank."""
+        self._round = version // self._config.updates_per_round
+        with self._wait_together():
+            if self._run is not None:
+                self._run.publish(version, self._round)
 
     def sample(
         self,
@@ -208,29 +149,23 @@ class PoolSampler(Sampler):
     ) -> list[list[Rollout]]:
         """Do what Sampler.sample says, for groups `ids` of the round that update_weights has begun.
 
-        `on_groups` is called when groups arrive. `copies` and `temperature` are the run's, and so is the seed but for
-        its upper half, which says the how-manieth replacement of the groups this is. Raises ServersLost on every rank.
+        `copies` and `temperature` are the run's, and so is the seed but for its upper half, which says the how-manieth
+        replacement of the groups this is. Raises ServersLost on every rank.
         """
-        attempt, groups, lost = seed >> 32, {}, None
+        attempt, groups = seed >> 32, {}
         waiting = {(group, attempt): index for index, group in enumerate(ids)}
-        with self._logged_wait():
-            try:
-                # Tasks that were put ahead are put again: the pool may have dropped them, when a version replaced that
-                # of an earlier start of the run.
-                self._put_tasks(self._round, attempt, examples, ids)
-                self._put_tasks_ahead()
-                deadline = GroupDeadline(self._config.pool_deadline)
-                while waiting:
-                    taken = self._take([*waiting][:MOST_TASKS], deadline)
-                    arrived = {waiting.pop(drawn.key): self._rollouts(drawn) for drawn in taken}
-                    groups |= arrived
-                    if arrived and on_groups is not None:
-                        on_groups(arrived)
-            except ServerError as error:
-                lost = error
-            except Stopped:
-                lost = self._stopped()
-            raise_together(lost, ServersLost)
+        with self._wait_together():
+            # Tasks that were put ahead are put again: the pool may have dropped them, when a version replaced that of
+            # an earlier start of the run.
+            self._put_tasks(self._round, attempt, examples, ids)
+            self._put_tasks_ahead()
+            deadline = GroupDeadline(self._config.pool_deadline)
+            while waiting:
+                taken = self._take([*waiting][:MOST_TASKS], deadline)
+                arrived = {waiting.pop(drawn.key): self._rollouts(drawn) for drawn in taken}
+                groups |= arrived
+                if arrived and on_groups is not None:
+                    on_groups(arrived)
         return [groups[index] for index in range(len(examples))]
 
     def _put_tasks_ahead(self) -> None:
@@ -242,11 +177,9 @@ class PoolSampler(Sampler):
             self._put = number
 
     def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
-
-        version = self._config.version_of_round(number)
-        columns_of = _columns_as_json if self._config.environment is not None else lambda example: ""
+        version, has_environment = self._config.version_of_round(number), self._config.environment is not None
         tasks = [
-            Task(group, attempt, version, row.prompt_ids, columns_of(row))
+            Task(group, attempt, version, row.prompt_ids, json.dumps(row.columns) if has_environment else "")
             for group, row in zip(ids, examples, strict=True)
         ]
         longest = max((len(task.columns) for task in tasks), default=0)
@@ -257,19 +190,13 @@ class PoolSampler(Sampler):
 
     def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[GroupResult]:
         """Return the groups that have arrived, perhaps none. Raises ServersLost if none came before the deadline."""
-        wait = max(0.1, min(_LONG_POLL, deadline.seconds_left()))
-        drawn = self._ask(lambda: self._source.take(keys, wait))
-        if drawn:
-            deadline.move_on()
-        elif deadline.wants_status() and deadline.is_over(status := self._ask(self._source.status)):
+        drawn = self._ask(lambda: self._source.take(keys, min(_LONG_POLL, deadline.seconds)))
+        if not drawn and deadline.is_over(status := self._ask(self._source.status)):
             raise ServersLost(
                 f"{self._source.url} has brought no group of round {self._round} for {deadline.seconds:.0f} s: "
                 f"{describe_workers(status, self._source.url)}"
             )
         return drawn
-
-    def _stopped(self) -> ServersLost:
-        return ServersLost(f"stopped by signal while round {self._round} waited for workers")
 
     def _rollouts(self, drawn: GroupResult) -> list[Rollout]:
         count = len(drawn.completions)
@@ -280,23 +207,43 @@ class PoolSampler(Sampler):
             for ids, logprobs, versions, mask, outcome in rows
         ]
 
-    def _logged_wait(self) -> AbstractContextManager:
-        """Return a context that logs the wait on the first rank."""
-        if self._ranks.rank != 0:
-            return nullcontext()
-        return logged_wait(f"round {self._round}", self._source.url, self._source.status, self._round)
+    @contextmanager
+    def _wait_together(self) -> Iterator[None]:
+        """Log the wait in the block on the first rank. Raise ServersLost on every rank if one lost the pool."""
+        ended, lost = threading.Event(), None
+        if self._ranks.rank == 0:
+            threading.Thread(target=self._log_wait, args=[ended], name="pool-wait", daemon=True).start()
+        try:
+            try:
+                yield
+            except (ServerError, SaveError) as error:
+                lost = error
+            except Stopped:
+                lost = ServersLost(f"stopped by signal while round {self._round} waited for workers")
+            raise_together(lost, ServersLost)
+        finally:
+            ended.set()
 
-
-def _columns_as_json(example: Example) -> str:
-    """Return the columns that reset an environment. Raises TypeError or ValueError if a value is no JSON."""
-    return json.dumps(example.columns)
+    def _log_wait(self, ended: threading.Event) -> None:
+        """Log the state of the wait after 5 s and then each 15 s."""
+        began, pause, source = time.monotonic(), FIRST_LINE, self._source
+        while not ended.wait(pause):
+            pause = BETWEEN_LINES
+            try:
+                text = describe_wait(source.status(), source.url, self._round)
+            except RequestFailure as failure:
+                text = f"{source.url} {failure}"
+            except ServerError as error:
+                text = str(error)
+            if not ended.is_set():
+                log.info("round %d: waiting since %.0f s: %s", self._round, time.monotonic() - began, text)
 
 
 class Replay:
     """The completions of an earlier run, read from its pool's file, in the place of a pool."""
 
     def __init__(self, path: str, run: str):
-        """`run` is the identity of the run that is replayed. Raises ConfigError if the file is of another run."""
+        """`run` is the run's identity. Raises ConfigError if the file is of another run."""
         self.url = path
         self._recording = Recording(path)
         if run != self._recording.run.run:
@@ -325,5 +272,4 @@ class Replay:
         return drawn
 
     def status(self) -> dict[str, Any]:
-        """Return an empty status: no worker draws."""
         return {}

@@ -20,7 +20,9 @@ import random
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,7 +54,11 @@ _PROBE = (8, 56)  # tokens of the prompt and of the completion
 
 
 class PolicyPublisher:
-    """The versions of the policy that a pool gets. Rank 0 alone has one."""
+    """The versions of the policy that a pool gets. Rank 0 alone has one.
+
+    `ask` sends to the pool until `stop` is set. Raises ServerError if the pool refuses something or does not answer by
+    the deadline, SaveError, Stopped.
+    """
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class PolicyPublisher:
         ask: Retrier,
         stop: threading.Event,
     ):
-        """`folder` is the run's. `ask` sends to the pool until `stop` is set."""
+        """`folder` is the run's."""
         self.client, self.model, self.ask, self._batcher, self._stop = client, model, ask, batcher, stop
         self._probe = _probe_ids(model.get_input_embeddings().weight.shape[0], longest_sequence(model.config))
         self._folder = folder / "policy"
@@ -73,26 +79,19 @@ class PolicyPublisher:
         self._thread = ThreadPoolExecutor(1, "publish the policy")
         self._written: Future[Version] | None = None
         self._publication: Future[None] | None = None
-        self._version: int | None = None
 
     def write_base(self) -> tuple[Path, str] | None:
-        """Write the weights that the policy's adapter is on; return the file and its SHA-256, None without adapter.
-
-        The file is the caller's to remove. Raises SaveError.
-        """
+        """Write the weights that the policy's adapter is on; return the file, which is the caller's to remove, and its
+        SHA-256. Return None without adapter."""
         if not hasattr(self.model, "peft_config"):
             return None
         path = self._folder / "base.safetensors"
-        try:
+        with _saving(path):
             return path, self._write(path, base_weights(self.model))
-        except OSError as error:
-            raise _not_saved(path, error) from error
 
     def send_left(self, first: int, end: int) -> None:
         """Send the versions from `first` to before `end` that an earlier start of the run left and the pool lacks.
-
-        Empties the folder. Raises as `wait`.
-        """
+        Empties the folder."""
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
             left = Version.of_fields(json.loads(path.read_bytes()))
             may_lack = first <= left.version < end and self._path(left.version).exists()
@@ -103,21 +102,15 @@ class PolicyPublisher:
     def publish(self, version: int) -> None:
         """Publish the policy as it is now, after `version` updates. Returns when it is copied: it may change then.
 
-        Waits for the publication before. Returns at once if that was the same version. Raises as `wait`, SaveError.
+        Waits for the publication before.
         """
         self.wait()
-        if version == self._version:
-            return
         weights, probe = self._copy_weights(), self._score_probe()
-        self._version = version
         self._written = self._thread.submit(self._write_version, version, weights, probe)
         self._publication = self._thread.submit(self._send, self._written)
 
     def wait(self) -> None:
-        """Return when the pool has the version that was published last.
-
-        Raises ServerError if the pool refuses it or does not answer by the deadline, SaveError, Stopped.
-        """
+        """Return when the pool has the version that was published last."""
         if self._publication is not None:
             self._publication.result()
 
@@ -152,47 +145,38 @@ class PolicyPublisher:
         return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
 
     def _write_version(self, number: int, weights: dict[str, torch.Tensor], probe: Probe) -> Version:
-        """Write a version's weights, and its description for `send_left`. Raises SaveError."""
+        """Write a version's weights, and its description for `send_left`."""
         path = self._path(number)
-        try:
+        with _saving(path):
             sha256 = self._write(path, weights)
             version = Version(number, sha256, path.stat().st_size, whole=True, base=None, delta=None, probe=probe)
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_bytes(version.to_json())
             os.replace(unfinished, path.with_suffix(".json"))
-        except OSError as error:
-            raise _not_saved(path, error) from error
         return version
 
     def _send(self, written: Future[Version]) -> None:
         began, new, before = time.monotonic(), written.result(), self._last
-        path, delta, delta_bytes = self._path(new.version), self._delta_path(new.version), None
-        try:
+        path, delta_bytes = self._path(new.version), None
+        delta = path.with_suffix(".delta")
+        with _saving(path):
             if before is not None:
                 delta_bytes = make_delta(self._path(before.version), path, delta, new.size // 2)
             delta_sha256 = sha256_of(delta) if delta_bytes else None
-        except OSError as error:
-            raise _not_saved(path, error) from error
-        base = before.version if delta_bytes else None
-        whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
-        sent_as = replace(new, whole=whole, base=base, delta=delta_sha256)
+        whole = not delta_bytes or self._published % _WHOLE_EVERY == 0
+        sent_as = replace(new, whole=whole, base=before.version if delta_bytes else None, delta=delta_sha256)
         self.ask(lambda: self._upload(sent_as))
-        # The first line shows the cost of a whole file, the second that of a delta. The others would be one a step.
-        level = logging.INFO if self._published < 2 else logging.DEBUG
+        if self._published < 2:  # the cost of a whole file, and of a delta; the others would be a line a step
+            size = new.size if whole else delta_bytes
+            log.info("the pool has version %d: %s bytes; %.1f s", new.version, f"{size:,}", time.monotonic() - began)
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
         if before is not None:
             self._path(before.version).with_suffix(".json").unlink(missing_ok=True)
             self._path(before.version).unlink(missing_ok=True)
-        sent = [f"1/{new.size / delta_bytes:.0f} of it as what changed"] if delta_bytes else []
-        sent += [f"all of its {new.size:,} bytes"] if whole else []
-        log.log(level, "the pool has version %d: %s; %.1f s", new.version, " and ".join(sent), time.monotonic() - began)
 
     def _path(self, version: int) -> Path:
         return self._folder / f"{version}.safetensors"
-
-    def _delta_path(self, version: int) -> Path:
-        return self._folder / f"{version}.delta"
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
         """Write the weights' file whole or not at all; return its SHA-256."""
@@ -215,15 +199,19 @@ class PolicyPublisher:
         if version.base is not None and known.get(version.base) != self._last.sha256:
             version = replace(version, whole=True, base=None, delta=None)
         if version.delta is not None:
-            self.client.send_file(self._delta_path(version.version), version.delta)
+            self.client.send_file(self._path(version.version).with_suffix(".delta"), version.delta)
         if version.whole:
             self.client.send_file(self._path(version.version), version.sha256)
         self.client.put_version(version)
         return True
 
 
-def _not_saved(path: Path, error: OSError) -> SaveError:
-    return SaveError(f"the policy could not be saved to {path}: {error}: make room there")
+@contextmanager
+def _saving(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"the policy could not be saved to {path}: {error}: make room there") from error
 
 
 def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bytes:
@@ -250,11 +238,10 @@ def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> b
 
 def _probe_ids(vocab_size: int, longest: int | None) -> tuple[list[int], list[int]]:
     """Return the probe's prompt and completion: always the same for a vocabulary."""
-    prompt, completion = _PROBE
-    length = min(prompt + completion, longest or prompt + completion)
     draw = random.Random(0)
-    ids = [draw.randrange(vocab_size) for _ in range(length)]
-    return ids[: min(prompt, length - 1)], ids[min(prompt, length - 1) :]
+    ids = [draw.randrange(vocab_size) for _ in range(sum(_PROBE))][:longest]
+    prompt = min(_PROBE[0], len(ids) - 1)
+    return ids[:prompt], ids[prompt:]
 
 
 class PoolRun:
@@ -274,27 +261,23 @@ class PoolRun:
         self._checkpoints, model = checkpoints, publisher.model
         self._needed, self._is_begun = 0, False
         self._files = model_files(model, tokenizer)
+        of_config = "num_generations", "max_completion_length", "temperature", "seed", "in_flight_weight_updates"
         self._run = RunInfo(
             run=checkpoints.identity,
             name=name,
             vocab_size=model.get_input_embeddings().weight.shape[0],
             eos_token_ids=eos_token_ids(model, tokenizer),
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            temperature=config.temperature,
-            seed=config.seed,
             model_files=hashlib.sha256(self._files).hexdigest(),
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
-            in_flight_weight_updates=config.in_flight_weight_updates,
             turns=None if turns is None else _describe(turns, config),
+            **{setting: getattr(config, setting) for setting in of_config},
         )
 
     def publish(self, version: int, number: int) -> None:
         """Publish this version of the policy, with which round `number` begins.
 
         Returns when the pool has the version that draws that round, and has dropped the versions of an earlier start
-        whose bits differ. Raises ServerError if the pool is away for too long, refuses the run, or lacks a version that
-        only it had; SaveError; Stopped.
+        whose bits differ. Raises as PolicyPublisher, and if the pool lacks a version that only it had.
         """
         draws_this_round = self._config.version_of_round(number) == version
         if not self._is_begun:
@@ -318,22 +301,15 @@ class PoolRun:
         Returns when the last version is in the run's folder: a checkpoint of this step may need it.
         """
         self._publisher.wait_written()
-        try:
+        with suppress(RequestFailure, ServerError):  # the next round waits for the pool, or ends the run
             for start in range(0, len(drifts), MOST_TASKS):
                 self._pool.report_drift(drifts[start : start + MOST_TASKS])
-        except RequestFailure as failure:  # the next step says it again
-            log.debug("the pool %s was not told of drift: %s", self._pool.url, failure)
-        except ServerError as error:  # the next round ends the run for it, on all ranks
-            log.warning("the pool %s was not told of drift: %s", self._pool.url, error)
 
     def close(self) -> None:
         self._publisher.close()
 
     def _begin(self, version: int, number: int) -> None:
-        """Tell the pool the run, and send what all its versions share, and what an earlier start left to be sent.
-
-        Raises as `publish`.
-        """
+        """Tell the pool the run, and send what all its versions share, and what an earlier start left to be sent."""
         base = self._publisher.write_base()
         if base is not None:
             self._run = replace(self._run, base_weights=base[1])

@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from grpo.model.fingerprint import fingerprint_with
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
 from grpo.model.weights_file import WeightsFile, named_weights, write_weights
-from grpo.run.collective import from_first
+from grpo.run.collective import from_first, raise_together
 from grpo.run.folder import to_disk, whole_folder
 from grpo.wire.health import ModelInfo
 
@@ -58,17 +59,16 @@ class WeightPublisher:
         """`policy` describes `model`. `folder` is the run's, on rank 0; else None."""
         self._client, self._model, self._tokenizer, self._processor = client, model, tokenizer, processor
         self._alpha, self._policy, self._folder = config.ref_mixup_alpha, policy, folder
-        self.step = 0
-        """the step after which the policy became part of the reference; 0: the servers' first model"""
         self._current: Path | None = None
 
     def begin(self, reference: ModelInfo) -> None:
-        """Save the servers' first model, for mixtures and for a run that is resumed before the first update. A run that
-        begins again makes it the reference again.
-
-        Raises ConfigError if a mixture needs that model and the policy begins as another; SaveError; as resume.
-        """
-        first = from_first(self._read_first())
+        """Save the servers' first model, for mixtures and for a run that is resumed before the first update, or make it
+        the reference again. Raises ConfigError if a mixture needs it and the policy begins as another; as resume."""
+        first: dict[str, str] = {}
+        if self._folder is not None and has_begun(self._folder):
+            with suppress(ValueError):  # a file that was being written when the run was killed
+                first = json.loads((self._folder / "reference-0" / _FIRST).read_text(encoding="utf-8"))
+        first = from_first(first)
         if first.get("policy") == self._policy.fingerprint:
             self.resume(0, first["reference"])
             return
@@ -91,24 +91,17 @@ class WeightPublisher:
         to_disk(folder)
 
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
-        """Make the policy after this step the reference. Returns when no older reference is used any more.
-
-        Deletes older references but those of the steps in `needed`. Raises ServersLost if no server takes the new one,
-        SaveError.
-        """
+        """Make the policy after this step the reference. Returns when no older one is used any more, and deletes them
+        but for those of the steps in `needed`. Raises ServersLost if no server takes the new one, SaveError."""
         self._announce(step, self._save(step) if self._folder is not None else None)
-        if self._folder is not None:
-            kept = {f"reference-{kept_step}" for kept_step in (step, *needed)}
-            for folder in self._folder.glob("reference-*"):
-                if folder.name not in kept:
-                    shutil.rmtree(folder)
+        kept = {f"reference-{kept_step}" for kept_step in (step, *needed)}
+        for folder in self._folder.glob("reference-*") if self._folder is not None else ():
+            if folder.name not in kept:
+                shutil.rmtree(folder)
 
     def resume(self, step: int, first: str) -> None:
-        """Make the reference of this step's update the reference again, whatever the servers have by now.
-
-        `first` is the fingerprint of their first model. Raises ServersLost if no server takes the reference,
-        ConfigError if the run's folder lacks it.
-        """
+        """Make the reference of this step's update the reference again, whatever the servers have by now. `first` is
+        the fingerprint of their first model. Raises ServersLost if no server takes it, ConfigError if it is lost."""
         weights = None
         if self._folder is not None:
             self._current = self._folder / f"reference-{step}"
@@ -121,30 +114,18 @@ class WeightPublisher:
                 )
         self._announce(step, weights, first)
 
-    def _read_first(self) -> dict[str, str]:
-        """Return the fingerprints that `begin` wrote; empty without a whole file."""
-        if self._folder is None or not has_begun(self._folder):
-            return {}
-        try:
-            return json.loads((self._folder / "reference-0" / _FIRST).read_text(encoding="utf-8"))
-        except ValueError:
-            return {}
-
     def _announce(self, step: int, weights: WeightsToSend | None, first: str = "") -> None:
         """Send rank 0's weights to the servers and accept only their answers; without weights, those of the first."""
-        fingerprint, lost = first, None
+        lost = None
         if weights is not None:
-            fingerprint = weights.fingerprint
             try:
                 self._client.balancer.send_weights(weights)
             except ServerError as error:
-                lost = str(error)
-        fingerprint, lost = from_first((fingerprint, lost))
-        if lost:
-            raise ServersLost(lost)
+                lost = error
+        raise_together(lost, ServersLost)
+        fingerprint = from_first(first if weights is None else weights.fingerprint)
         if weights is None:
             self._client.balancer.use_only(fingerprint)
-        self.step = step
         log.info("the reference is now the policy of step %d (%s)", step, fingerprint)
 
     def _save(self, step: int) -> WeightsToSend:
@@ -185,10 +166,8 @@ class WeightPublisher:
         A mixture is float32 whatever the policy is: with a small alpha a weight moves by less than bfloat16 can show.
         """
         alpha = self._alpha
-        if alpha == 1:
-            return write_weights(path, weights)
-        if self._current is None:
-            return write_weights(path, weights, torch.float32)
+        if alpha == 1 or self._current is None:
+            return write_weights(path, weights, None if alpha == 1 else torch.float32)
         with open(self._current / _FILE, "rb") as file:
             old_reference = WeightsFile(file, (self._current / _FILE).stat().st_size)
 

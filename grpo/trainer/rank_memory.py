@@ -7,8 +7,9 @@ measured peaks on a CPU, `python -m benchmarks.gpu --part memory` on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from grpo.config.trainer import TrainerConfig
@@ -30,6 +31,7 @@ from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
 from grpo.sampling.rows import PREFILL_TOKENS, slots
 from grpo.trainer.deepspeed_engine import in_8_bits
+from grpo.trainer.inputs import Inputs
 from grpo.wire.picture_files import PicturedPrompt
 
 TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model
@@ -50,48 +52,57 @@ class RankWork:
     pictured: PicturedPrompt | None = None
     """the prompt with the most tokens of pictures; None without pictures"""
 
+    @classmethod
+    def of(cls, config: TrainerConfig, ranks: int, inputs: Inputs) -> RankWork:
+        longest = max(len(example.prompt_ids) for example in inputs.examples)
+        work = cls(config, ranks, longest, len(inputs.held_out), inputs.processor)
+        pictured = [replace(work, pictured=prompt) for prompt in inputs.pictured]
+        return max(pictured, key=lambda work: work.picture_tokens, default=work)
+
+    @property
+    def picture_tokens(self) -> int:
+        return int((np.asarray(self.pictured) == self.processor.token_id).sum())
+
     @property
     def prompts(self) -> int:
-        """Return the prompts of a step."""
         return self.config.prompts_per_step // self.ranks
 
     @property
     def rows(self) -> int:
-        """Return the sequences in one call of generate, in training or evaluation."""
-        config = self.config
-        drawn = max(config.sequences_per_generate // config.num_generations, 1)
-        drawn = min(drawn, self.prompts * config.steps_per_generation) * config.num_generations
-        drawn = 0 if config.sampler == "pool" else drawn
-        return max(drawn, min(config.sequences_per_generate, self.held_out))
+        """the sequences in one call of generate, in training or evaluation"""
+        config, groups = self.config, 0
+        if config.sampler != "pool":
+            at_once = max(config.sequences_per_generate // config.num_generations, 1)
+            groups = min(at_once, self.prompts * config.steps_per_generation)
+        return max(groups * config.num_generations, min(config.sequences_per_generate, self.held_out))
 
     @property
     def sequence(self) -> int:
-        """Return the tokens of a prompt with a completion."""
+        """the tokens of a prompt with a completion"""
         return self.longest_prompt + self.config.max_completion_length
 
     @property
     def group(self) -> int:
-        """Return the tokens of a prompt with all its completions."""
+        """the tokens of a prompt with all its completions"""
         return self.longest_prompt + self.config.num_generations * self.config.max_completion_length
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a micro-batch. A sequence that is longer than the budget goes alone."""
+        """the tokens of a micro-batch; a sequence that is longer than the budget goes alone"""
         return min(max(self.config.micro_batch_tokens, self.sequence), self.prompts * self.group)
 
     def pictures(self, prompts: int) -> Pictures | None:
-        """Return the pictures of so many prompts."""
         return Pictures(self.processor, self.pictured, prompts) if self.pictured is not None else None
 
     @property
     def pictured_prompts(self) -> int:
-        """Return how many prompts with pictures, each with a token of each completion, a micro-batch has at most."""
+        """how many prompts with pictures, each with a token of each completion, a micro-batch has at most"""
         least = len(self.pictured or ()) + self.config.num_generations
         return min(self.prompts, max(1, self.tokens // least))
 
     @property
     def kept_pixels(self) -> int:
-        """Return the bytes of pixels that are kept in the machine's memory, of a round's pictures at most."""
+        """the bytes of pixels that are kept in the machine's memory, of a round's pictures at most"""
         if self.pictured is None:
             return 0
         inputs = self.processor.inputs(self.pictured.pictures)
@@ -100,7 +111,7 @@ class RankWork:
 
     @property
     def copies(self) -> float:
-        """Return how often a key is laid out: a prompt's before each of its completions too."""
+        """how often a key is laid out: a prompt's before each of its completions too"""
         return (self.longest_prompt + self.config.num_generations * self.sequence) / self.group
 
 
@@ -123,17 +134,10 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         optimizer["weights on their way back"] = item * share
     in_host = cuda and _offloads(ds_config)
 
-    head = model.get_output_embeddings().weight
+    head, pictures = model.get_output_embeddings().weight, work.pictures(work.pictured_prompts)
+    size = work.tokens, work.sequence, device_type, work.copies
     of_tokens = {
-        "activations": activations(
-            model,
-            work.tokens,
-            work.sequence,
-            device_type,
-            work.copies,
-            backward=True,
-            pictures=work.pictures(work.pictured_prompts),
-        ),
+        "activations": activations(model, *size, backward=True, pictures=pictures),
         "head's gradient": item * head.numel() if head.requires_grad else 0,  # until the embeddings' is there, if tied
         **beside_products(model, config.quantization, work.tokens),
     }
@@ -157,12 +161,10 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
 
 
 def _sizes(model: PreTrainedModel) -> list[int]:
-    """Return the numbers of each trained parameter."""
     return [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _share(model: PreTrainedModel, work: RankWork) -> int:
-    """Return the trained numbers of one rank."""
     return -(-sum(_sizes(model)) // work.ranks)
 
 
@@ -263,10 +265,8 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
 
 
 def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
-    """Return the higher of the prompts' forward pass and that of the last token, by transformers' generate.
-
-    With tools or an environment a prompt's pass may have all of its completion but a token, too.
-    """
+    """Return the higher of the prompts' forward pass, which with tools or an environment may have all of a completion
+    but a token, and that of the last token, by transformers' generate."""
     (queries, keys), item, prompt = attention_widths(model), model.dtype.itemsize, work.longest_prompt
     layers, vocabulary = model.config.get_text_config().num_hidden_layers, len(model.get_output_embeddings().weight)
     cache = 2 * layers * keys * work.rows * item  # for one token of every sequence

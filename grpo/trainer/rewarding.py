@@ -40,30 +40,21 @@ def score_rollouts(
     """Compute the rewards of rollouts of these examples, one example for each rollout. The functions log to `logged`;
     their random numbers follow from `key`.
 
-    A prompt that is a list of messages in the dataset, and its completion, are given as lists of messages, as TRL does;
-    with tools or an environment the completion has several. A prompt that is text is given as the model reads it, its
-    chat template applied, and its completion as the model's text. `prompt_texts` is that text of both kinds, which
-    TRL does not have. Reward models are given the whole conversation.
+    As in TRL, a prompt that is a list of messages in the dataset, and its completion, are given as lists of messages. A
+    prompt that is text is given as the model reads it, its chat template applied, and its completion as text.
+    `prompt_texts` is that text of both kinds, which TRL lacks. Reward models are given the whole conversation.
 
     Returns float64 [len(functions), len(rollouts)], NaN for a function that does not apply. Raises as compute_rewards.
     """
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     columns["completion_ids"] = [rollout.completion_ids for rollout in rollouts]
     columns["prompt_texts"] = [example.prompt for example in examples]
+    pairs = [*zip(examples, rollouts, strict=True)]
+    prompts = [example.conversation or example.prompt for example in examples]
+    completions = [_messages(rollout) if example.conversation else rollout.text for example, rollout in pairs]
+    conversations = [_converse(example, rollout) for example, rollout in pairs]
     with user_code(*key):
-        return compute_rewards(
-            functions,
-            [example.conversation or example.prompt for example in examples],
-            [
-                _messages(rollout) if example.conversation else rollout.text
-                for example, rollout in zip(examples, rollouts, strict=True)
-            ],
-            columns,
-            [_converse(example, rollout) for example, rollout in zip(examples, rollouts, strict=True)],
-            state,
-            logged,
-            key,
-        )
+        return compute_rewards(functions, prompts, completions, columns, conversations, state, logged, key)
 
 
 def try_rewards(
@@ -72,16 +63,14 @@ def try_rewards(
     tokenizer: PreTrainedTokenizerBase,
     example: Example,
 ) -> None:
-    """Call each function of `load_reward_funcs` once, as the run will, on two completions of the example, its gold
-    answer (without one its prompt) and an empty one, and log its rewards: a mistake shows before minutes of sampling.
-
-    Reward models are left out: none is loaded yet. Raises RewardError.
+    """Call each function of `load_reward_funcs` once on two completions of the example, its gold answer (without one
+    its prompt) and an empty one, and log its rewards. Reward models, not loaded yet, are left out. Raises RewardError.
     """
     functions, pool = start_functions(rewards, config, workers=1)
-    folder = os.getcwd()
     text, what = (example.gold, "gold answer") if example.gold else (example.prompt, "text")
     answer = Rollout(tokenizer(text, add_special_tokens=False)["input_ids"], True, text, [], 0)
     empty = Rollout([tokenizer.eos_token_id], True, "", [], 0)
+    folder = os.getcwd()
     try:
         values = score_rollouts(functions, [example] * 2, [answer, empty], TrainerState(0, config.max_steps))
     finally:
@@ -89,10 +78,9 @@ def try_rewards(
         if pool is not None:
             pool.close()
     for name, pair in zip(functions, values.tolist(), strict=True):
-        shown = ["None" if np.isnan(value) else value for value in pair]
-        log.info(
-            "%s gives %s for the %s of the first prompt, %s for an empty completion", name, shown[0], what, shown[1]
-        )
+        given, to_empty = ("None" if np.isnan(value) else value for value in pair)
+        text = "%s gives %s for the %s of the first prompt, %s for an empty completion"
+        log.info(text, name, given, what, to_empty)
 
 
 def _messages(rollout: Rollout) -> list[dict[str, Any]]:
@@ -102,10 +90,7 @@ def _messages(rollout: Rollout) -> list[dict[str, Any]]:
 
 def _converse(example: Example, rollout: Rollout) -> list[Message]:
     """Return the prompt's chat with the completion, in messages of role and content alone, as reward servers take them.
-
-    A call of a tool is a line of JSON in its message's content. If the prompt ends with the begin of an assistant's
-    message, the completion is its rest.
-    """
+    If the prompt ends with the begin of an assistant's message, the completion is its rest."""
     answered = [{"role": message["role"], "content": _content(message)} for message in _messages(rollout)]
     chat = example.messages
     if chat and chat[-1]["role"] == "assistant":
@@ -115,11 +100,9 @@ def _converse(example: Example, rollout: Rollout) -> list[Message]:
 
 
 def _content(message: dict[str, Any]) -> str:
+    """Return a message's text, with each call of a tool as a line of JSON."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or []]
     return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])
-
-
-PUNISHMENT = "soft_overlong_punishment"
 
 
 class RewardsLost(RewardError):
@@ -128,10 +111,8 @@ class RewardsLost(RewardError):
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise RewardsLost on every rank if one could not draw or reward. All ranks call it together.
-
-    In the block each rank works alone, but for calls that raise ServersLost.
-    """
+    """Raise RewardsLost on every rank if one could not draw or reward. All ranks call it together; in the block each
+    works alone, but for calls that raise ServersLost."""
     lost = None
     try:
         yield
@@ -145,12 +126,7 @@ def fail_together() -> Iterator[None]:
 class Rewarder:
     """A run's rewards with their weights: those of its functions, then its environment's, then the punishment."""
 
-    def __init__(
-        self,
-        rewards: Mapping[str, Any],
-        started: dict[str, Callable | RewardScorer],
-        config: RewardedConfig,
-    ):
+    def __init__(self, rewards: Mapping[str, Any], started: dict[str, Callable | RewardScorer], config: RewardedConfig):
         """`rewards` are those of join_rewards, `started` those of the functions as start_rewards returns them."""
         self._started, self._config, weights = started, config, [*config.reward_weights]
         self._of_environment = [name for name in rewards if name not in started]
@@ -169,15 +145,16 @@ class Rewarder:
     ) -> torch.Tensor:
         """Compute the rewards of rollouts: float64 [names, rollouts], NaN for a reward that does not apply.
 
-        `examples` has the prompt of each rollout; the functions log to `logged`. Their random numbers follow from the
-        run's seed, the step in `state`, and `key`, which no other batch of the step has. The punishment for length
-        counts the tokens of answers too, as max_completion_length does, and applies only beside another reward. Raises
-        RewardError, ServerError.
+        The functions' random numbers follow from the run's seed, the step in `state`, and `key`, which no other batch
+        of the step has. The punishment for length counts the tokens of answers too, as max_completion_length does, and
+        applies only beside another reward. Raises RewardError, ServerError.
         """
         config, key = self._config, (self._config.seed, state.global_step, *key)
         by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged, key))
-        if self._of_environment:
-            by_function = torch.cat([by_function, self._given_by_environment(rollouts)])
+        given = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
+        for name in self._of_environment:
+            row = torch.tensor([[rewards.get(name, np.nan) for rewards in given]], dtype=torch.float64)
+            by_function = torch.cat([by_function, row])
         if config.soft_punish_cache:
             lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
             punishment = soft_overlong_punishment(lengths, config.max_completion_length, config.soft_punish_cache)
@@ -185,16 +162,9 @@ class Rewarder:
             by_function = torch.cat([by_function, punishment.unsqueeze(0)])
         return by_function
 
-    def _given_by_environment(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        of_rollouts = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
-        rows = [[rewards.get(name, np.nan) for rewards in of_rollouts] for name in self._of_environment]
-        return torch.tensor(rows, dtype=torch.float64)
-
     def is_correct(self, by_function: np.ndarray) -> np.ndarray:
-        """Tell which completions are right, from [functions, ...]: bool [...].
-
-        A verdict is right above 0. Of several all that apply must be; a completion that none applies to is not right.
-        """
+        """Tell which completions are right, from [functions, ...]: bool [...]. All verdicts that apply must be above 0;
+        a completion that none applies to is not right."""
         rewards = by_function[[self.names.index(name) for name in self.verdicts]]
         return (rewards > 0).any(axis=0) & ((rewards > 0) | np.isnan(rewards)).all(axis=0)
 
@@ -207,9 +177,7 @@ class Rewarder:
 
 def join_rewards(loaded: Mapping[str, Callable | str], of_environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the giver of each reward by name: a function, as load_reward_funcs returns it, or the environment's class.
-
-    Raises ConfigError if both have the same name.
-    """
+    Raises ConfigError if both have the same name."""
     if both := sorted({*loaded} & {*of_environment}):
         raise ConfigError(
             f"reward_funcs={both[0]!r}: the environment gives a reward of this name too: rename one, because each is "
@@ -220,16 +188,14 @@ def join_rewards(loaded: Mapping[str, Callable | str], of_environment: Mapping[s
 
 def reward_names(rewards: Mapping[str, Any], config: RewardedConfig) -> list[str]:
     """Return the names under which rewards are logged: those of join_rewards, and the overlong punishment's."""
-    return [*rewards, *([PUNISHMENT] if config.soft_punish_cache else [])]
+    return [*rewards, *(["soft_overlong_punishment"] if config.soft_punish_cache else [])]
 
 
 def verdicts(rewards: Mapping[str, Any]) -> list[str]:
-    """Return the names of those of join_rewards that declare `is_verdict = True`: a reward above 0 says that an answer
-    is right, and evaluation counts these as accuracy."""
+    """Return the names of those that declare `is_verdict = True`: above 0 an answer is right, which accuracy counts."""
     return [name for name, giver in rewards.items() if getattr(giver, "is_verdict", False)]
 
 
 def full_rewards(rewards: Mapping[str, Any]) -> dict[str, float]:
-    """Return the `full_reward` of each of join_rewards that declares one: evaluation counts the answers that earn
-    it."""
+    """Return the `full_reward` of each that declares one: evaluation counts the answers that earn it."""
     return {name: giver.full_reward for name, giver in rewards.items() if hasattr(giver, "full_reward")}

@@ -47,19 +47,17 @@ class Rounds:
     ):
         """`client` is None without servers, `adapter_off` is None unless the policy itself is the reference."""
         self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher
-        self._stream, self._rewarder = stream, rewarder
+        self._stream, self._rewarder, self._weights = stream, rewarder, rewarder.weights
         self._client, self._adapter_off = client, adapter_off
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._state = TrainerState()
         self.logged: dict[str, list[float]] = {}
         """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
-        self._state = TrainerState()
-        self._weights = rewarder.weights
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. All ranks call it together.
 
-        Returns the batch of each of its steps, and how many groups were replaced on all ranks. Raises ServersLost
-        and RewardsLost.
+        Returns the batch of each of its steps, and how many groups were replaced. Raises ServersLost and RewardsLost.
         """
         config = self._config
         steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
@@ -89,20 +87,16 @@ class Rounds:
                 for sample, logprobs in self._score(samples_by_step):
                     sample.ref_logprobs = logprobs
 
-        penalty = self._kl_penalty(samples, beta, clock, requests).view(len(groups), -1)
+        penalty = torch.zeros(len(samples), dtype=torch.float64)
+        if config.kl_in_reward:
+            penalty = beta * self._kl(samples, clock, requests)
+        penalty = penalty.view(len(groups), -1)
         lengths = torch.tensor([sample.tokens for sample in samples]).view(len(groups), -1)
         # Some ways to compare look at the rewards of all ranks.
-        all_rewards, all_penalties, all_lengths, all_greedy = zip(
-            *gather((by_function, penalty, lengths, greedy)), strict=True
-        )
-        compared = advantages(
-            torch.cat(all_rewards, dim=1),
-            self._weights,
-            config,
-            torch.cat(all_penalties),
-            torch.cat(all_lengths),
-            torch.cat(all_greedy, dim=1),
-        )
+        by_rank = zip(*gather((by_function, greedy, penalty, lengths)), strict=True)
+        of_all = [torch.cat(parts, dim) for parts, dim in zip(by_rank, (1, 1, 0, 0), strict=True)]
+        all_rewards, all_greedy, *penalties_and_lengths = of_all
+        compared = advantages(all_rewards, self._weights, config, *penalties_and_lengths, all_greedy)
         share_of_rank = compared[self._rank * len(groups) : (self._rank + 1) * len(groups)]
         for sample, advantage in zip(samples, share_of_rank.flatten().tolist(), strict=True):
             sample.advantage = advantage
@@ -127,20 +121,13 @@ class Rounds:
     def _draw(self, examples: list[Example], ids: list[int], attempt: int, requests: ReferenceRequests) -> list[Group]:
         """Draw a group for each example. Ask the reference about groups as they end, those that end together in one
         request."""
-        config = self._config
 
         def ask(ended: dict[int, list[Rollout]]) -> None:
             self._ask([Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()], requests)
 
-        sampled = self._sampler.sample(
-            examples,
-            config.num_generations,
-            config.temperature,
-            # A replacement has its group's id, so it is drawn with another seed.
-            seed=config.seed + (attempt << 32),
-            on_groups=ask if self._client is not None else None,
-            ids=ids,
-        )
+        config, on_groups = self._config, ask if self._client is not None else None
+        seed = config.seed + (attempt << 32)  # a replacement has its group's id, so it is drawn with another seed
+        sampled = self._sampler.sample(examples, config.num_generations, config.temperature, seed, on_groups, ids)
         return list(map(Group, ids, examples, sampled))
 
     def _reward(self, groups: list[Group], attempt: int) -> torch.Tensor:
@@ -210,44 +197,33 @@ class Rounds:
                 logprobs, _ = policy_logprobs(self._model, rows, self._config, self._batcher)
                 yield from zip(rows, logprobs, strict=True)
 
-    def _kl_penalty(
-        self, samples: list[Sample], beta: float, clock: PhaseClock, requests: ReferenceRequests
-    ) -> torch.Tensor:
-        """Return the KL term of each sample's reward: float64 [samples], zeros without kl_in_reward.
-
-        All ranks call it together. Raises ServersLost on every rank if the reference did not answer a request.
-        """
-        penalty, lost = torch.zeros(len(samples), dtype=torch.float64), None
-        if self._config.kl_in_reward:
-            with clock("wait_ref"):
-                try:
-                    wait_for_reference(samples, requests)
-                    penalty = beta * torch.stack([summed_kl(sample, self._config.kl_estimator) for sample in samples])
-                except ServerError as error:
-                    lost = error
-            raise_together(lost, ServersLost)
-        return penalty
+    def _kl(self, samples: list[Sample], clock: PhaseClock, requests: ReferenceRequests) -> torch.Tensor:
+        """Return the KL of each completion: float64 [samples]. All ranks call it together. Raises ServersLost on every
+        rank if the reference did not answer a request."""
+        lost = None
+        with clock("wait_ref"):
+            try:
+                wait_for_reference(samples, requests)
+            except ServerError as error:
+                lost = error
+        raise_together(lost, ServersLost)
+        return torch.stack([summed_kl(sample, self._config.kl_estimator) for sample in samples])
 
 
 def make_samples(group: Group) -> list[Sample]:
     """Make the update's samples of a group's completions."""
     samples = []
     for place, rollout in enumerate(group.rollouts):
-        sample = Sample(
-            group.example.prompt_ids,
-            rollout.completion_ids,
-            rollout.finished,
-            group_id=group.id,
-            place=place,
-            drawn=None if rollout.drawn is None else np.asarray(rollout.drawn, bool),
-        )
+        sample = Sample(group.example.prompt_ids, rollout.completion_ids, rollout.finished)
+        sample.group_id, sample.place = group.id, place
+        sample.drawn = None if rollout.drawn is None else np.asarray(rollout.drawn, bool)
         sample.sampling_logprobs = sample.of_drawn(np.asarray(rollout.sampling_logprobs, np.float32))
         samples.append(sample)
     return samples
 
 
 def summed_kl(sample: Sample, estimator: str) -> torch.Tensor:
-    """Return the KL of a whole completion in nats, a float64 scalar, by the policy as the round began. The tokens of
-    answers are in no such sum: the policy did not choose them."""
+    """Return the KL of a whole completion in nats, a float64 scalar, by the policy as the round began, over the tokens
+    that the policy chose."""
     policy, reference = torch.from_numpy(sample.old_logprobs), torch.from_numpy(sample.ref_logprobs)
     return kl_divergence(policy.double(), reference.double(), estimator).sum()

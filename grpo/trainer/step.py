@@ -47,23 +47,21 @@ def update(
 ) -> dict[str, Stats]:
     """Do one optimizer step on this rank's samples and return this rank's stats by name. All ranks call it together.
 
-    The gradient is that of the loss over the whole step: the step's size fixes the weight of a token, and the factor
-    world_size undoes ZeRO's mean over ranks. Samples without reference log-probs take them from the answers to
-    `requests`. Samples that are trained on again keep the policy's log-probs before this step as `old_logprobs`.
+    The gradient is that of the loss over the whole step. Samples without reference log-probs take them from the answers
+    to `requests`. Samples that are trained on again keep the policy's log-probs before this step as `old_logprobs`.
     A step whose loss or gradient is not finite changes no weight on any rank: see `engine.was_step_applied()`. If every
     completion of every rank is masked, the engine is not called, and the stats have no "loss".
 
     Raises ServersLost on every rank, with the weights unchanged, if the reference did not answer a request.
     """
-    device = engine.module.device
     samples, _ = split_masked(samples, config)
     high_entropy = None
     if config.top_entropy_quantile < 1:
         with clock("old_logprobs"):
             _, entropies = policy_logprobs(engine.module, samples, config, batcher, with_entropy=True)
         high_entropy = _highest(entropies, config.top_entropy_quantile)
-    micro_batches = _cut(samples, config, batcher)
-    size, micro_batch_count = _whole_step(samples, high_entropy, len(micro_batches), device)
+    micro_batches = batcher.cut(_sequences(samples), config.micro_batch_tokens)
+    size, micro_batch_count = _whole_step(samples, high_entropy, len(micro_batches), engine.module.device)
     if size.tokens == 0:
         return {}  # zero gradients would still let AdamW's momentum and weight decay move the weights
     chosen = None
@@ -84,16 +82,15 @@ def update(
         engine.step()
     if not engine.was_step_applied():
         engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
-    step.keep_old_logprobs()
+    for sample, logprobs in step.by_sample(step.old_logprobs) if step.old_logprobs else ():
+        sample.old_logprobs = logprobs.numpy()
     return step.stats()
 
 
 @dataclass
 class _Step:
-    """One optimizer step: what its micro-batches share, and the numbers that they leave.
-
-    The numbers stay on the device until the step is done: to fetch one waits for all work of the device.
-    """
+    """One optimizer step: what its micro-batches share, and the numbers that they leave, on the device until the step
+    is done: to fetch one waits for all work of the device."""
 
     engine: Any
     config: TrainerConfig
@@ -108,6 +105,7 @@ class _Step:
     lost: ServerError | None = None
     trained: list[Sample] = field(default_factory=list)
     old_logprobs: list[torch.Tensor] = field(default_factory=list)
+    """those of the policy before this step; empty if the samples have some, or are not trained on again"""
     values: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
@@ -117,21 +115,18 @@ class _Step:
         if not real:
             rows, high_entropy = [Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))], None
         tokens, routers = self._forward(rows, high_entropy)
-        loss, metrics = grpo_loss(
-            tokens,
-            self.size,
-            config,
-            beta=self.beta,
-            entropy_coef=self.entropy_coef,
-            max_completion_length=config.max_completion_length,
-        )
-        sums = {"loss": loss.detach()}
+        constants = {"beta": self.beta, "entropy_coef": self.entropy_coef}
+        longest = config.max_completion_length
+        loss, metrics = grpo_loss(tokens, self.size, config, **constants, max_completion_length=longest)
+        sums = {}
         if self.chosen is not None:
             imbalance = balance_loss(routers, self.chosen, self.size)
             loss = loss + config.router_aux_loss_coef * imbalance
-            sums = {"loss": loss.detach(), "aux_loss": imbalance.detach()}
+            sums["aux_loss"] = imbalance.detach()
+        sums["loss"] = loss.detach()
         # DeepSpeed skips, on all ranks, a step whose gradient is not finite: this makes one of a loss that is not.
         finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+        # The factor world_size undoes ZeRO's mean over ranks.
         self.engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)
         if real:
             self.trained += rows
@@ -145,13 +140,12 @@ class _Step:
         """Run the model. Return what the loss is computed from, and with a balance loss the routers' logits."""
         model, temperature, device = self.engine.module, self.config.temperature, self.engine.module.device
         batch, routers = _make(rows, self.batcher, device), None
-        lengths = torch.tensor([sample.tokens for sample in rows], device=device)
         if self.chosen is None:
             logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
         else:
             logprobs, entropy, routers = with_router_logits(model, batch, temperature, with_entropy=True)
         tokens = Tokens(
-            lengths,
+            torch.tensor([sample.tokens for sample in rows], device=device),
             torch.tensor([sample.advantage for sample in rows], device=device),
             logprobs,
             entropy,
@@ -163,8 +157,7 @@ class _Step:
         return tokens, routers
 
     def _reference(self, rows: list[Sample]) -> list[np.ndarray] | None:
-        """Return the reference's log-probs, zeros after a failed request: the other ranks are in this step's
-        collectives, so all ranks raise after the last."""
+        """Return the reference's log-probs, zeros after a failed request: all ranks raise after the last collective."""
         if self.config.beta == 0:
             return None
         with self.clock("wait_ref"):
@@ -175,36 +168,27 @@ class _Step:
                 self.lost = error
                 return [np.zeros(sample.tokens, np.float32) for sample in rows]
 
-    def keep_old_logprobs(self) -> None:
-        """Give the samples the policy's log-probs before this step, if they had none and are trained on again."""
-        if self.old_logprobs:
-            for sample, logprobs in self._by_sample(self.old_logprobs):
-                sample.old_logprobs = logprobs.numpy()
-
     def stats(self) -> dict[str, Stats]:
         """Return this rank's stats by name, with a pool also each group's distance of the sampler from the policy."""
         stats: dict[str, Stats] = {}
         add_stats(stats, {name: torch.cat(parts) for name, parts in self.values.items()})
         if self.config.pool is not None and DISTANCE in self.values:
-            for sample, distances in self._by_sample(self.values[DISTANCE]):
+            for sample, distances in self.by_sample(self.values[DISTANCE]):
                 add_stats(stats, {f"{DRIFT}{sample.group_id}:none": distances})
         return stats | {
             name: Stats(len(parts), sum(torch.stack(parts).tolist()), statistic="sum")
             for name, parts in self.sums.items()
         }
 
-    def _by_sample(self, parts: list[torch.Tensor]) -> Iterator[tuple[Sample, torch.Tensor]]:
+    def by_sample(self, parts: list[torch.Tensor]) -> Iterator[tuple[Sample, torch.Tensor]]:
         """Yield each sample with its tokens' values. `parts` are those of the micro-batches."""
         values = torch.cat(parts).cpu().split([sample.tokens for sample in self.trained])
         return zip(self.trained, values, strict=True)
 
 
 def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
-    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered. The reference's
-    scores of the tokens of answers are left out.
-
-    Raises ServerError if a request failed; its samples stay as they are.
-    """
+    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered, but those of the
+    tokens of answers. Raises ServerError if a request failed; its samples stay as they are."""
     for sample in samples:
         if sample.ref_logprobs is None:
             sample.ref_logprobs = sample.of_drawn(requests[sample.group_id].result()[sample.place])
@@ -231,17 +215,15 @@ def policy_logprobs(
     """
     logprobs = [np.zeros(0, np.float32)] * len(samples)
     entropies = list(logprobs)
-    for indices in _cut(samples, config, batcher):
+    for indices in batcher.cut(_sequences(samples), config.micro_batch_tokens):
         rows = [samples[index] for index in indices]
-        if not any(sample.tokens for sample in rows):
-            continue
-        batch = _make(rows, batcher, model.device)
         lengths = [sample.tokens for sample in rows]
-        computed = token_logprobs(model, batch, config.temperature, with_entropy)
+        if not any(lengths):
+            continue
+        computed = token_logprobs(model, _make(rows, batcher, model.device), config.temperature, with_entropy)
         for result, values in zip((logprobs, entropies), computed, strict=True):
-            if values is not None:
-                for index, sample_values in zip(indices, values.cpu().split(lengths), strict=True):
-                    result[index] = sample_values.numpy()
+            for index, part in zip(indices, values.cpu().split(lengths), strict=True) if values is not None else ():
+                result[index] = part.numpy()
     return logprobs, entropies
 
 
@@ -260,12 +242,8 @@ def _experts_chosen(
     return sum(gather(total.cpu()))  # a rank without tokens adds a 0
 
 
-def _cut(samples: Sequence[Sample], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:
-    """Cut the samples into micro-batches: the indices of each. The tokens of answers count, for they are fed."""
-    return batcher.cut(_sequences(samples), config.micro_batch_tokens)
-
-
 def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
+    """Return all that is fed: the tokens of answers too."""
     return [(sample.prompt_ids, sample.completion_ids) for sample in samples]
 
 
@@ -273,10 +251,9 @@ def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> 
     """Make a micro-batch. If the vision tower is trained and no prompt has a picture, add a small picture.
 
     ZeRO-2 sums a backward pass's gradients over the ranks as they arrive, a bucket at a time. Another rank may have
-    pictures in this pass: with other gradients, or the same in another order, ranks would add up gradients of different
-    weights, or wait for ever. Zeros added to the loss would bring all gradients, but not in the order of the vision
-    tower's own pass, so it runs: over a picture without a completion, whose gradient is 0. On one rank it is needed
-    too: for an offloaded parameter without a gradient DeepSpeed takes that of the step before.
+    pictures in this pass: if gradients came in another order, ranks would add up those of different weights, or wait
+    for ever. So the tower runs, over a picture without a completion, whose gradient is 0. On one rank too: for an
+    offloaded parameter without a gradient DeepSpeed takes that of the step before.
     """
     sequences, drawn = _sequences(samples), [sample.drawn for sample in samples]
     filler = batcher.vision.filler if batcher.vision is not None else None

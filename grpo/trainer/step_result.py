@@ -62,32 +62,42 @@ def step_result(
     run: Run, step: int, batch: StepBatch, stats: dict[str, Stats], applied: Coefficients, clock: PhaseClock
 ) -> StepResult:
     """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together.
-
-    Raises RewardError if a reward function logs a metric under a name that the run has.
-    """
+    Raises RewardError if a reward function logs a metric under a name that the run has."""
     add_stats(stats, _numbers(run, step, batch, clock))
-    everyone, signal = _gather(stats, run.stop.asked)
+    everyone: dict[str, Stats] = {}
+    by_rank = gather((stats, run.stop.asked))
+    for of_rank, _ in by_rank:
+        add_stats(everyone, of_rank)
     masked = "loss" not in everyone
     is_applied = masked or run.engine.was_step_applied()
     rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
-    _advance(run, step, everyone, taught=is_applied and rewarded and not masked, rewarded=rewarded, masked=masked)
+    learns, config, progress = is_applied and not masked, run.config, run.progress
+    if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
+        progress.num_tokens += int(everyone["tokens"].total)
+    progress.masked_steps += masked
+    is_flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
+    progress.flat_steps = progress.flat_steps + 1 if is_flat else 0
+    progress.bad_steps = [] if learns and rewarded else [*progress.bad_steps, step]
     metrics = _metrics(run, everyone, applied, masked)
-    metrics |= _adapt(run, everyone, applied, masked, is_applied)
-    for key, numbers in everyone.items():
-        name = key.removeprefix(_LOGGED)
-        if name != key:
-            if name in metrics or name == "step" or name.startswith("eval_"):
-                raise RewardError(
-                    f"log_metric: a reward function logs {name!r}, a metric that the run has: choose another name"
-                )
-            metrics[name] = numbers.mean
+    metrics |= _adapt(run, everyone, applied, learns)
+    for name, numbers in _with_prefix(everyone, _LOGGED):
+        if name in metrics or name == "step" or name.startswith("eval_"):
+            raise RewardError(
+                f"log_metric: a reward function logs {name!r}, a metric that the run has: choose another name"
+            )
+        metrics[name] = numbers.mean
     drifts = [
-        (int(name.removeprefix(DRIFT)), numbers.mean, numbers.count)
-        for name, numbers in everyone.items()
-        if name.startswith(DRIFT) and math.isfinite(numbers.mean)
+        (int(group), numbers.mean, numbers.count)
+        for group, numbers in _with_prefix(everyone, DRIFT)
+        if math.isfinite(numbers.mean)
     ]
+    signal = max(of_rank for _, of_rank in by_rank)
     completions = everyone["completions/mean_length"].count
     return StepResult(metrics, completions, masked, is_applied, rewarded, signal, drifts)
+
+
+def _with_prefix(stats: Mapping[str, Stats], prefix: str) -> list[tuple[str, Stats]]:
+    return [(name.removeprefix(prefix), numbers) for name, numbers in stats.items() if name.startswith(prefix)]
 
 
 def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[str, Any]:
@@ -114,26 +124,6 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
     }
 
 
-def _gather(stats: dict[str, Stats], signal: int) -> tuple[dict[str, Stats], int]:
-    """Return every rank's stats, added up, and the signal that one of them received."""
-    everyone: dict[str, Stats] = {}
-    by_rank = gather((stats, signal))
-    for of_rank, _ in by_rank:
-        add_stats(everyone, of_rank)
-    return everyone, max(of_rank for _, of_rank in by_rank)
-
-
-def _advance(run: Run, step: int, everyone: Mapping[str, Stats], taught: bool, rewarded: bool, masked: bool) -> None:
-    """Count the step in the run's progress."""
-    config, progress = run.config, run.progress
-    if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
-        progress.num_tokens += int(everyone["tokens"].total)
-    progress.masked_steps += masked
-    flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
-    progress.flat_steps = progress.flat_steps + 1 if flat else 0
-    progress.bad_steps = [] if taught else [*progress.bad_steps, step]
-
-
 def _metrics(run: Run, everyone: Mapping[str, Stats], applied: Coefficients, masked: bool) -> dict[str, float]:
     config, progress = run.config, run.progress
     return {
@@ -151,17 +141,15 @@ def _metrics(run: Run, everyone: Mapping[str, Stats], applied: Coefficients, mas
     }
 
 
-def _adapt(
-    run: Run, everyone: Mapping[str, Stats], applied: Coefficients, masked: bool, is_applied: bool
-) -> dict[str, float]:
+def _adapt(run: Run, everyone: Mapping[str, Stats], applied: Coefficients, learns: bool) -> dict[str, float]:
     """Move the coefficients that follow from a step's numbers, and return them as metrics."""
     config, progress, metrics = run.config, run.progress, {}
     if config.kl_target is not None and "kl" in everyone:
         metrics["beta"] = applied.beta
-        if is_applied:
+        if learns:
             completions = everyone["completions/mean_length"].count
             progress.beta = adapt_beta(applied.beta, everyone["kl"].mean, completions, config.kl_target)
-    if config.use_adaptive_entropy and is_applied and not masked:
+    if config.use_adaptive_entropy and learns:
         progress.entropy = everyone["entropy_acted_on"].mean
         progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
     if config.has_entropy_bonus:

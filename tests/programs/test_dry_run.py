@@ -20,7 +20,8 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.memory import activations, total, trainer_lines
 from grpo.run.description import RunDescription
 from grpo.run.run_folder import write_progress
-from grpo.trainer.dry_run import dry_run, policy_on_meta
+from grpo.trainer.dry_run import dry_run
+from grpo.trainer.policy import policy_on_meta
 from grpo.trainer.rank_memory import RankWork, rank_memory
 
 

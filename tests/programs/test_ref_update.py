@@ -103,7 +103,6 @@ def test_a_mixture_is_that_of_a_computation_by_hand_here_and_on_the_server(serve
             train(policy, step)
             updates.publish(step)
             mixed = {name: 0.3 * tensor + 0.7 * mixed[name] for name, tensor in parameters(policy).items()}
-            assert updates.step == step
             assert [path.name for path in (tmp_path / "run").iterdir()] == [f"reference-{step}"]
             saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"reference-{step}")
             for name, tensor in parameters(saved).items():
@@ -312,7 +311,6 @@ def test_a_run_that_begins_again_has_its_first_reference_again(server, policy, t
     for _ in range(2):
         policy = copy.deepcopy(begun)
         with updated_by([server.url], policy, tokenizer, run, alpha) as (client, updates):
-            assert updates.step == 0
             check_answers(client, policy)
             train(policy, 5)
             updates.publish(5, needed={0})

@@ -40,33 +40,23 @@ def test_pass_at_k_holds_for_numbers_whose_factorials_no_float_can():
         assert np.all((estimates >= 0) & (estimates <= 1))
 
 
-def test_pass_at_1_is_the_share_of_right_samples():
-    np.testing.assert_allclose(pass_at_k(np.arange(8), 7, 1), np.arange(8) / 7)
-
-
-def test_pass_at_k_of_a_few_of_many_samples_is_unbiased():
-    """Its mean over draws of n samples, each right with chance p, is 1 - (1 - p)^k."""
-    p, n, k = 0.15, 10, 4
-    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    assert pass_at_k(np.arange(n + 1), n, k) @ chances == pytest.approx(1 - (1 - p) ** k, rel=1e-12)
-
-
 @pytest.fixture
 def ask(model, tokenizer, model_folder, data_folder):
     """`ask(rank, world size, **settings)`: metrics and completions of seven problems, with verdicts that vary."""
 
     def run(rank=0, world_size=1, **settings):
         fixed = {"system_prompt": "", "max_completion_length": 12, "eval_samples": 7, "sequences_per_generate": 3}
-        where = {"model": model_folder, "dataset": data_folder}
-        options = [f"--{name}={value}" for name, value in (where | fixed | settings).items()]
-        config = parse_arguments(EvaluateConfig, "", options)
+        config = config_of(**{"model": model_folder, "dataset": data_folder} | fixed | settings)
         examples = load_examples(config, "test", tokenizer, config.eval_samples, progress=False)
         sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
-        return evaluate(
-            sampler, examples, Rewarder(FUNCTIONS, FUNCTIONS, config), config, rank, world_size, TrainerState()
-        )
+        rewarder = Rewarder(FUNCTIONS, FUNCTIONS, config)
+        return evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
 
     return run
+
+
+def config_of(**settings) -> EvaluateConfig:
+    return parse_arguments(EvaluateConfig, "", [f"--{name}={value}" for name, value in settings.items()])
 
 
 def is_correct(completion: str, answer: str) -> bool:
@@ -96,35 +86,35 @@ def test_the_metrics_are_those_of_the_completions(ask):
         assert completion["correct"] == is_correct(completion["completion"], completion["answer"])
         assert completion["format"] == has_format(completion["completion"], completion["prompt"])
     greedy = [completion for completion in completions if completion["sample"] == 0]
-    p = statistics.mean(completion["correct"] for completion in greedy)
-    assert metrics["eval_n"] == 7 == len(greedy)
-    assert metrics["eval_accuracy"] == pytest.approx(p)
-    assert metrics["eval_accuracy_se"] == pytest.approx(math.sqrt(p * (1 - p) / 7))
-    assert metrics["eval_format"] == pytest.approx(statistics.mean(completion["format"] for completion in greedy))
-    assert metrics["eval_completions/mean_length"] == pytest.approx(
-        statistics.mean(completion["tokens"] for completion in greedy)
+    p, formats, lengths = (
+        statistics.mean(completion[name] for completion in greedy) for name in ("correct", "format", "tokens")
     )
     earned = [1.5 * answer["correct"] + 0.1 + 0.2 * answer["format"] for answer in greedy]
-    assert metrics["eval_reward"] == pytest.approx(statistics.mean(earned))
-    assert metrics["eval_reward_se"] == pytest.approx(statistics.stdev(earned) / math.sqrt(7))
-    assert metrics["eval_rewards/right/mean"] == pytest.approx(1.5 * p)
-    clipped = statistics.mean(not completion["finished"] for completion in greedy)
-    assert metrics["eval_completions/clipped_ratio"] == pytest.approx(clipped)
-    assert metrics["eval_num_tokens"] == sum(completion["tokens"] for completion in completions)
-
-    right = {problem: [] for problem in range(7)}
+    expected = {
+        "accuracy": p,
+        "accuracy_se": math.sqrt(p * (1 - p) / 7),
+        "n": len(greedy),
+        "format": formats,
+        "completions/mean_length": lengths,
+        "completions/clipped_ratio": statistics.mean(not completion["finished"] for completion in greedy),
+        "num_tokens": sum(completion["tokens"] for completion in completions),
+        "reward": statistics.mean(earned),
+        "reward_se": statistics.stdev(earned) / math.sqrt(7),
+        "rewards/right/mean": 1.5 * p,
+        "rewards/tidy/mean": statistics.mean(earned) - 1.5 * p,
+    }
+    right = [[] for _ in range(7)]
     for completion in completions:
         if completion["sample"]:
             right[completion["problem"]].append(completion["correct"])
-    assert all(len(verdicts) == 5 for verdicts in right.values())
-    estimates = {"avg@5": [statistics.mean(verdicts) for verdicts in right.values()]}
+    assert all(len(verdicts) == 5 for verdicts in right)
+    estimates = {"avg@5": [*map(statistics.mean, right)]}
     for k in (1, 2, 4, 5):
-        estimates[f"pass@{k}"] = [statistics.mean(map(any, combinations(verdicts, k))) for verdicts in right.values()]
+        estimates[f"pass@{k}"] = [statistics.mean(map(any, combinations(verdicts, k))) for verdicts in right]
     assert 0 < statistics.mean(estimates["avg@5"]) < statistics.mean(estimates["pass@2"]) < 1, "verdicts that vary"
     for name, values in estimates.items():
-        assert metrics[f"eval_{name}"] == pytest.approx(statistics.mean(values))
-        assert metrics[f"eval_{name}_se"] == pytest.approx(statistics.stdev(values) / math.sqrt(7))
-    assert {name for name in metrics if "@" in name} == {f"eval_{name}{se}" for name in estimates for se in ("", "_se")}
+        expected |= {name: statistics.mean(values), f"{name}_se": statistics.stdev(values) / math.sqrt(7)}
+    assert metrics == pytest.approx({f"eval_{name}": value for name, value in expected.items()})
 
 
 class ScriptedSampler(Sampler):
@@ -145,24 +135,6 @@ def same(prompts, completions, answer, **columns):
 
 
 same.is_verdict = True
-
-
-def rewarder(config, **functions) -> Rewarder:
-    config.reward_funcs = [*functions]
-    config.reward_weights = config.reward_weights[: len(functions)]
-    return Rewarder(functions, functions, config)
-
-
-def test_any_sampler_can_be_evaluated():
-    options = ["--model=none", "--dataset=none", "--num_generations_eval=2", "--sequences_per_generate=1", "--seed=0"]
-    config = parse_arguments(EvaluateConfig, "", options)
-    examples = [scripted(index) for index in range(4)]
-
-    metrics, completions = evaluate(
-        ScriptedSampler(), examples, rewarder(config, same=same), config, 0, 1, TrainerState()
-    )
-    assert (metrics["eval_accuracy"], metrics["eval_avg@2"], metrics["eval_pass@2"]) == (1.0, 0.5, 1.0)
-    assert [completion["completion"] for completion in completions] == [*"0101", *"10" * 4]
 
 
 def test_greedy_alone_is_the_default(ask):
@@ -199,16 +171,10 @@ def test_the_seed_decides_the_samples_and_greedy_knows_none(ask):
     assert len(set(first[1])) > 15, "samples of a problem differ"
 
 
-def test_more_samples_than_a_call_may_draw_are_drawn_in_several(ask):
-    _, completions = ask(eval_samples=2, num_generations_eval=8)
-    assert [(completion["problem"], completion["sample"]) for completion in completions if completion["sample"]] == [
-        (problem, sample) for problem in range(2) for sample in range(1, 9)
-    ]
-
-
-def test_a_single_problem_has_no_error_over_problems(ask):
-    metrics, _ = ask(eval_samples=1, num_generations_eval=2)
-    assert math.isnan(metrics["eval_avg@2_se"]) and not math.isnan(metrics["eval_avg@2"])
+def test_a_single_problem_has_no_error_over_problems_and_more_samples_than_a_call_may_draw(ask):
+    metrics, completions = ask(eval_samples=1, num_generations_eval=8)
+    assert [completion["sample"] for completion in completions] == [*range(9)]
+    assert math.isnan(metrics["eval_avg@8_se"]) and not math.isnan(metrics["eval_avg@8"])
 
 
 def length(prompts, completions, **columns):
@@ -220,17 +186,20 @@ async def constant(prompts, completions, **columns):
     return [-1.0] * len(completions)
 
 
-def scripted(index: int) -> Example:
-    gold = str(index % 2)
-    return Example(index, "?", [1], {"answer": gold}, gold=gold)
-
-
 def evaluated(examples: int, functions: dict, **settings):
-    """Metrics and completions of the gold answers 0, 1, 0, 1, ..., and the call sizes that fit."""
-    options = {"model": "none", "dataset": "none", "sequences_per_generate": 2, **settings}
-    config = parse_arguments(EvaluateConfig, "", [f"--{name}={value}" for name, value in options.items()])
-    problems = [scripted(index) for index in range(examples)]
-    return evaluate(ScriptedSampler(), problems, rewarder(config, **functions), config, 0, 1, TrainerState())
+    """Return metrics and completions of the gold answers 0, 1, 0, 1, ..."""
+    config = config_of(**{"model": "none", "dataset": "none", "sequences_per_generate": 2, **settings})
+    config.reward_funcs, config.reward_weights = [*functions], config.reward_weights[: len(functions)]
+    golds = [str(index % 2) for index in range(examples)]
+    problems = [Example(index, "?", [1], {"answer": gold}, gold=gold) for index, gold in enumerate(golds)]
+    rewarder = Rewarder(functions, functions, config)
+    return evaluate(ScriptedSampler(), problems, rewarder, config, 0, 1, TrainerState())
+
+
+def test_any_sampler_can_be_evaluated():
+    metrics, completions = evaluated(4, {"same": same}, num_generations_eval=2, sequences_per_generate=1, seed=0)
+    assert (metrics["eval_accuracy"], metrics["eval_avg@2"], metrics["eval_pass@2"]) == (1.0, 0.5, 1.0)
+    assert [completion["completion"] for completion in completions] == [*"0101", *"10" * 4]
 
 
 def test_without_a_verdict_the_rewards_are_what_counts():
@@ -272,18 +241,15 @@ def test_all_verdicts_that_apply_must_say_right():
 
 
 def test_which_metric_is_the_best_one_is_a_setting():
-    def best(functions, **settings):
-        return best_metric(TrainerConfig(**settings), functions)
-
-    assert best({"same": same, "length": length}) == "eval_accuracy"
-    assert best({"length": length}) == "eval_reward"
+    both, alone = {"same": same, "length": length}, {"length": length}
+    assert best_metric(TrainerConfig(), both) == "eval_accuracy"
+    assert best_metric(TrainerConfig(), alone) == "eval_reward"
     for name in ("reward", "eval_reward", "rewards/length/mean", "accuracy", "pass@2"):
-        functions = {"same": same, "length": length}
-        chosen = best(functions, metric_for_best_model=name, num_generations_eval=2)
-        assert chosen == "eval_" + name.removeprefix("eval_")
+        config = TrainerConfig(metric_for_best_model=name, num_generations_eval=2)
+        assert best_metric(config, both) == "eval_" + name.removeprefix("eval_")
     for name in ("accuracy", "pass@2", "loss", "rewards/other/mean"):
         with pytest.raises(ConfigError, match=f"^metric_for_best_model=.{name}.: .* of reward, rewards/length/mean$"):
-            best({"length": length}, metric_for_best_model=name)
+            best_metric(TrainerConfig(metric_for_best_model=name), alone)
 
 
 def test_samples_need_a_verdict():

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from proxy import Plan, proxy
 from rounding import assert_rounded
 from safetensors.numpy import load
 from safetensors.torch import load_file
+from trainer_runs import equal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client.server_errors import ServersUnavailable
@@ -62,6 +64,9 @@ class Pool:
         apply_delta(old, folder / "delta", path, version.sha256)
         return path
 
+    def weights(self, version: Version, folder: Path) -> dict[str, torch.Tensor]:
+        return load_file(self.fetch(version, folder))
+
 
 @contextmanager
 def serving(path: Path) -> Iterator[Pool]:
@@ -87,13 +92,22 @@ def model(model_folder):
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).eval()
 
 
-def publisher_of(pool: Pool, model, folder: Path, deadline: float = 30.0) -> PolicyPublisher:
-    ask, stop = patience_with(pool.client, deadline)
-    return PolicyPublisher(pool.client, model, make_batcher(model, 0), folder, ask, stop)
+GONE = PoolClient("http://127.0.0.1:9")
 
 
-def patience_with(client: PoolClient, deadline: float) -> tuple[Retrier, threading.Event]:
-    return Retrier(client, deadline, stop := threading.Event()), stop
+def publisher_of(
+    client: PoolClient, model, folder: Path, deadline: float = 30.0, stop: threading.Event | None = None
+) -> PolicyPublisher:
+    stop = stop or threading.Event()
+    return PolicyPublisher(client, model, make_batcher(model, 0), folder, Retrier(client, deadline, stop), stop)
+
+
+def published(client: PoolClient, model, folder: Path, *versions: int) -> PolicyPublisher:
+    publisher = publisher_of(client, model, folder)
+    for version in versions:
+        publisher.publish(version)
+    publisher.wait()
+    return publisher
 
 
 @torch.no_grad()
@@ -109,11 +123,6 @@ def saved(model) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
-def equal(path: Path, weights: dict[str, torch.Tensor]) -> bool:
-    read = load_file(path)
-    return read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in read)
-
-
 @torch.no_grad()
 def exact(model, probe: Probe) -> torch.Tensor:
     """The log-probs of the probe by transformers' own forward."""
@@ -123,28 +132,25 @@ def exact(model, probe: Probe) -> torch.Tensor:
 
 
 def test_a_version_is_the_policy_when_it_was_published(pool, model, tmp_path):
-    publisher = publisher_of(pool, model, tmp_path)
-    expected = []
+    publisher, expected = publisher_of(pool.client, model, tmp_path), []
     for version in range(10):
         expected.append(saved(model))
         publisher.publish(version)
         train(model, share=0.5 if version == 4 else 0.01)  # while the version is being written
     publisher.wait()
-    publisher.publish(9)  # the round is drawn again: nothing new
     versions = pool.client.versions()
     assert [version.version for version in versions] == [*range(10)]
     assert [version.version for version in versions if version.whole] == [0, 8]
     assert [version.base for version in versions] == [None, *range(9)]
     for version, weights in zip(versions, expected, strict=True):
-        assert equal(pool.fetch(version, tmp_path), weights)
+        assert equal(pool.weights(version, tmp_path), weights)
     assert {path.name for path in (tmp_path / "policy").iterdir()} == {"9.json", "9.safetensors"}
     publisher.close()
     assert not (tmp_path / "policy").exists()
 
 
 def test_a_version_that_changed_most_weights_goes_whole(pool, model, tmp_path):
-    publisher = publisher_of(pool, model, tmp_path)
-    publisher.publish(0)
+    publisher = published(pool.client, model, tmp_path, 0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_()
@@ -152,19 +158,16 @@ def test_a_version_that_changed_most_weights_goes_whole(pool, model, tmp_path):
     publisher.wait()
     first, second = pool.client.versions()
     assert first.whole and second.whole and second.base is second.delta is None
-    assert equal(pool.fetch(second, tmp_path), saved(model))
+    assert equal(pool.weights(second, tmp_path), saved(model))
 
 
 def test_a_worker_can_load_and_prove_a_version(pool, model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    publisher = publisher_of(pool, model, tmp_path)
-    publisher.publish(3)
-    publisher.wait()
+    published(pool.client, model, tmp_path, 3)
     [version] = pool.client.versions()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     packed = model_files(model, tokenizer)
     assert packed == model_files(copy.deepcopy(model), AutoTokenizer.from_pretrained(model_folder))
-    pool.client.send_file(packed, hashlib.sha256(packed).hexdigest())
     folder = tmp_path / "worker"
     folder.mkdir()
     for name, data in load(packed).items():
@@ -180,34 +183,30 @@ def test_a_worker_can_load_and_prove_a_version(pool, model_folder, tmp_path):
 
 def test_the_probe_fits_a_short_model(pool, model, tmp_path):
     model.config.max_position_embeddings = 5
-    publisher = publisher_of(pool, model, tmp_path)
-    publisher.publish(0)
-    publisher.wait()
+    published(pool.client, model, tmp_path, 0)
     [version] = pool.client.versions()
     assert (len(version.probe.prompt_ids), len(version.probe.completion_ids)) == (4, 1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--use_rslora", "True", "--use_dora", "True", "--dtype", "bfloat16"],
-        ["--quantization", "4bit", "--lora_target_modules", "all-linear"],
-        "began with an adapter",
-    ],
-    ids=["bfloat16", "4bit", "began"],
-)
+ADAPTERS = {
+    "bfloat16": ["--use_rslora", "True", "--use_dora", "True", "--dtype", "bfloat16"],
+    "4bit": ["--quantization", "4bit", "--lora_target_modules", "all-linear"],
+    "began with it": [],
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_same_bits(
-    pool, model_folder, tokenizer, tmp_path, options
+    pool, model_folder, tokenizer, tmp_path, kind
 ):
-    if "4bit" in options:
+    if kind == "4bit":
         pytest.importorskip("bitsandbytes")
-    if isinstance(options, list):
-        model, _ = policy(*options, model=model_folder)
-    else:
+    if kind == "began with it":
         settings = {"r": 4, "use_dora": True, "use_rslora": True, "target_modules": "all-linear"}
-        model, _ = policy(model=write_adapter(tmp_path / "adapter", model_folder, **settings))
-    packed, publisher = model_files(model, tokenizer), publisher_of(pool, model, tmp_path)
+        model_folder = write_adapter(tmp_path / "adapter", model_folder, **settings)
+    model, _ = policy(*ADAPTERS[kind], model=model_folder)
+    packed, publisher = model_files(model, tokenizer), publisher_of(pool.client, model, tmp_path)
     path, base = publisher.write_base()
     run = replace(RUN, vocab_size=512, model_files=hashlib.sha256(packed).hexdigest(), base_weights=base)
     pool.client.put_run(run)
@@ -224,11 +223,11 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     publisher.wait()
     assert (publisher.write_base()[1], model_files(model, tokenizer)) == (base, packed)  # a resumed run's are the same
     first, second = pool.client.versions()
-    assert equal(pool.fetch(second, tmp_path), adapter)
+    assert equal(pool.weights(second, tmp_path), adapter)
 
-    worker = ModelFolder(tmp_path, pool.client, Retrier(pool.client, 20, threading.Event()))
+    ask = Retrier(pool.client, 20, threading.Event())
+    worker, engine = ModelFolder(tmp_path, pool.client, ask), TransformersEngine(WorkerConfig(pool=pool.client.url))
     worker.bring_model(run)
-    engine = TransformersEngine(WorkerConfig(pool=pool.client.url))
     worker.bring(0, first.sha256)
     engine.start(run, worker.path, 0)
     assert rounded(engine.logprobs(first.probe)) == first.probe.logprobs
@@ -238,24 +237,21 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     drawn = engine.draw(Task(7, 0, 1, [5, 6, 7]))
     assert drawn.completions == [rollout.completion_ids for rollout in rollouts]
     assert drawn.logprobs == [rollout.sampling_logprobs for rollout in rollouts]
-    again = ModelFolder(tmp_path, pool.client, Retrier(pool.client, 20, threading.Event()))
-    assert again.sha256 == base  # a worker that starts again has it
+    assert ModelFolder(tmp_path, pool.client, ask).sha256 == base  # a worker that starts again has it
 
 
 def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
-    publisher = publisher_of(pool, model, tmp_path)
-    checkpoint = None
-    for version in (0, 2, 4):
-        publisher.publish(version)
-        checkpoint = copy.deepcopy(model) if version == 2 else checkpoint
-        train(model)
+    publisher = published(pool.client, model, tmp_path, 0)
+    train(model)
+    publisher.publish(2)
+    checkpoint = copy.deepcopy(model)
+    train(model)
+    publisher.publish(4)
     publisher.wait()
     before = pool.client.versions()
 
     # Killed, and continued from the checkpoint of version 2: nobody closed the first.
-    again = publisher_of(pool, model := checkpoint, tmp_path)
-    again.publish(2)
-    again.wait()
+    again = published(pool.client, model := checkpoint, tmp_path, 2)
     assert pool.client.versions() == before
     train(model)  # other bits than before
     again.publish(4)
@@ -263,7 +259,7 @@ def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
     versions = pool.client.versions()
     assert versions[:2] == before[:2] and versions[2].sha256 != before[2].sha256
     assert versions[2].base == 2 and not versions[2].whole
-    assert equal(pool.fetch(versions[2], tmp_path), saved(model))
+    assert equal(pool.weights(versions[2], tmp_path), saved(model))
 
 
 def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_drew(pool, model, model_folder, tmp_path):
@@ -271,7 +267,7 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
     config, tokenizer = parse_arguments(TrainerConfig, "", words), AutoTokenizer.from_pretrained(model_folder)
 
     def start(folder: str) -> tuple[PolicyPublisher, PoolRun]:
-        publisher = publisher_of(pool, model, tmp_path / folder)
+        publisher = publisher_of(pool.client, model, tmp_path / folder)
         checkpoints = SimpleNamespace(identity=RUN.run, oldest=lambda: 0)
         return publisher, PoolRun(config, publisher, tokenizer, "a", checkpoints, None)
 
@@ -295,19 +291,15 @@ def test_a_bad_line_costs_time_only(pool, model, tmp_path):
     plans = iter([Plan(request_bytes=20_000), Plan(answer_bytes=50), Plan(request_bytes=100_000)])
     with proxy(pool.server.effective_port, lambda: next(plans, Plan())) as line:
         pool.client.url = line.url
-        publisher = publisher_of(pool, model, tmp_path)
-        publisher.publish(0)
-        publisher.wait()
+        published(pool.client, model, tmp_path, 0)
         assert line.happened.total() == 3
     pool.client.url = f"http://127.0.0.1:{pool.server.effective_port}"
     [version] = pool.client.versions()
-    assert equal(pool.fetch(version, tmp_path), saved(model))
+    assert equal(pool.weights(version, tmp_path), saved(model))
 
 
 def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model, tmp_path):
-    publisher = publisher_of(pool, model, tmp_path)
-    publisher.publish(0)
-    publisher.wait()
+    publisher = published(pool.client, model, tmp_path, 0)
     with serving(tmp_path / "other.sqlite") as other:
         pool.client.url = other.client.url
         train(model)
@@ -315,44 +307,36 @@ def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model
         publisher.wait()
         [version] = other.client.versions()
         assert version.whole and version.base is None
-        assert equal(other.fetch(version, tmp_path), saved(model))
+        assert equal(other.weights(version, tmp_path), saved(model))
 
 
 def test_a_pool_that_is_gone_ends_the_run_at_the_next_version(model, tmp_path):
-    client = PoolClient("http://127.0.0.1:9")
-    publisher = PolicyPublisher(client, model, make_batcher(model, 0), tmp_path, *patience_with(client, 0.5))
+    publisher = publisher_of(GONE, model, tmp_path, deadline=0.5)
     publisher.publish(0)
+    gone = r"no answer from http://127.0.0.1:9 for 0 s \(it cannot be reached"
     for call in (lambda: publisher.publish(1), publisher.wait):
-        with pytest.raises(
-            ServersUnavailable, match=r"no answer from http://127.0.0.1:9 for 0 s \(it cannot be reached"
-        ):
+        with pytest.raises(ServersUnavailable, match=gone):
             call()
 
 
 def test_a_full_disk_ends_the_run(pool, model, tmp_path):
-    publisher = publisher_of(pool, model, tmp_path)
     (tmp_path / "policy").write_text("a file stands where the folder should be")
-    publisher.publish(0)
     with pytest.raises(SaveError, match="the policy could not be saved to .*0.safetensors"):
-        publisher.wait()
+        published(pool.client, model, tmp_path, 0)
 
 
 def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypatch):
     """It goes on naming its versions, and how much of the file it has."""
     monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.05)
     pool.service.store._database.sql("PRAGMA max_page_count = 20")
-    publisher = publisher_of(pool, model, tmp_path, deadline=0.5)
+    publisher = publisher_of(pool.client, model, tmp_path, deadline=0.5)
     publisher.publish(0)
     with pytest.raises(ServersUnavailable, match=r"for 0 s \(it said 503: .* its disk may be full\): see"):
         publisher.wait()
 
 
 def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
-    def make() -> PolicyPublisher:
-        client, batcher = PoolClient("http://127.0.0.1:9"), make_batcher(model, 0)
-        return PolicyPublisher(client, model, batcher, tmp_path, *patience_with(client, 60.0))
-
-    publisher = make()
+    publisher = publisher_of(GONE, model, tmp_path, deadline=60.0)
     publisher.publish(0)
     publisher.close()
     with pytest.raises(Stopped):
@@ -364,25 +348,25 @@ def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
 @pytest.mark.parametrize("sent", [0, 1])
 def test_a_run_that_goes_on_sends_what_it_was_ended_before_it_had_sent(pool, model, tmp_path, sent):
     """With a lag of 1 the pool needs version 1 for the round that follows the run's second update."""
-    publisher, weights, probes = publisher_of(pool, model, tmp_path), [], []
+    stop = threading.Event()
+    publisher = publisher_of(pool.client, model, tmp_path, stop=stop)
     for version in (0, 1):
         if version > sent:
-            publisher.client = PoolClient("http://127.0.0.1:9")
+            publisher.client = GONE
         publisher.publish(version)
         publisher.wait_written()
-        weights.append(saved(model))
-        probes.append(publisher._score_probe())
+        left = Version.of_fields(json.loads((tmp_path / f"policy/{version}.json").read_bytes()))
+        second = saved(model), left.probe
         if version <= sent:
             publisher.wait()
         train(model)
-    publisher._stop.set()  # as for a killed run, nothing is tidied up
+    stop.set()  # as for a killed run, nothing is tidied up
     assert len(pool.client.versions()) == sent + 1
-    again = publisher_of(pool, model, tmp_path)
+    again = publisher_of(pool.client, model, tmp_path)
     again.send_left(first=1, end=2)
     versions = pool.client.versions()
     assert [version.version for version in versions] == [0, 1]
-    assert equal(pool.fetch(versions[1], tmp_path), weights[1])
-    assert versions[1].probe == probes[1]
+    assert equal(pool.weights(versions[1], tmp_path), second[0]) and versions[1].probe == second[1]
     again.publish(2)
     again.wait()
     assert [path.name for path in (tmp_path / "policy").iterdir() if path.suffix != ".json"] == ["2.safetensors"]

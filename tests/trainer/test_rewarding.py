@@ -61,18 +61,13 @@ def test_an_environment_alone_is_enough_and_the_punishment_counts_its_answers_to
     np.testing.assert_array_equal(compute(rewarder, [*rollouts[2:], rollout("a", 6)])[1], [-0.5, -1.0, math.nan])
 
 
-def test_an_environment_that_gives_no_reward_adds_nothing():
-    rewarder = Rewarder({"length": length}, {"length": length}, config("length"))
-    assert compute(rewarder) == [[3, 2, 1, 1]]
-    assert not rewarder.verdicts and not rewarder.full_rewards
-
-
 def test_evaluation_knows_what_an_environment_declares():
     rewards = join_rewards({"length": length}, {"Game": Game})
     settings = TrainerConfig(num_generations_eval=2)
     check_verdicts(settings, rewards)
     assert best_metric(settings, rewards) == "eval_accuracy"
     assert best_metric(TrainerConfig(metric_for_best_model="rewards/Game/mean"), rewards) == "eval_rewards/Game/mean"
+    assert not Rewarder({"length": length}, {"length": length}, config("length")).full_rewards
 
 
 def test_a_function_and_an_environment_of_one_name_are_refused():

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import pictured
 import pytest
@@ -100,6 +101,7 @@ class Listener:
 
 QUESTION = {"role": "user", "content": "2+2?"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+CALL_AS_TEXT = '{"name": "add", "arguments": {"a": 2, "b": 2}}'
 ANSWERED = [
     {"role": "assistant", "content": "I add.", "tool_calls": [CALL, CALL]},
     {"role": "tool", "name": "add", "content": "4"},
@@ -107,6 +109,7 @@ ANSWERED = [
     {"role": "tool", "name": "add", "content": "four"},
     {"role": "assistant", "content": "It is 4."},
 ]
+AS_TEXT = [f"I add.\n{CALL_AS_TEXT}\n{CALL_AS_TEXT}", "4", CALL_AS_TEXT, "four", "It is 4."]
 
 
 def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
@@ -114,15 +117,14 @@ def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_ha
     examples = [Example(0, "p", [1], {}, messages) for messages in ([QUESTION], begun)]
     listener = Listener()
     score_rollouts({"listener": listener}, examples, [rollout("4"), rollout(" 4")], STATE)
-    assert listener.conversations == [
-        [QUESTION, {"role": "assistant", "content": "4"}],
-        [QUESTION, {"role": "assistant", "content": "It is 4"}],
-    ]
+    seen = [[message["content"] for message in conversation] for conversation in listener.conversations]
+    assert seen == [["2+2?", "4"], ["2+2?", "It is 4"]]
     assert begun[1]["content"] == "It is", "the example's own messages stay"
 
 
 def test_a_completion_with_answers_is_its_messages_and_to_a_text_what_the_model_wrote(example):
-    """TRL gives functions the messages with the ids of all of them. A reward model reads the calls as text."""
+    """TRL gives functions the messages with the ids of all of them. A reward model reads the calls as text, in messages
+    of role and content alone, as reward servers take them."""
     given, listener = [], Listener()
 
     def spy(completions, completion_ids, **columns):
@@ -132,17 +134,8 @@ def test_a_completion_with_answers_is_its_messages_and_to_a_text_what_the_model_
     answered = Rollout([7, 8, 9], True, "<call>\nIt is 4.", [], 0, [True, False, True], Outcome(True, ANSWERED, 3))
     score_rollouts({"spy": spy, "listener": listener}, [example], [answered], STATE)
     assert given == [([ANSWERED if example.conversation else "<call>\nIt is 4."], [[7, 8, 9]])]
-    (conversation,) = listener.conversations
-    assert conversation[: -len(ANSWERED)] == example.messages
-    call = '{"name": "add", "arguments": {"a": 2, "b": 2}}'
-    assert [(message["role"], message["content"]) for message in conversation[-len(ANSWERED) :]] == [
-        ("assistant", f"I add.\n{call}\n{call}"),
-        ("tool", "4"),
-        ("assistant", call),
-        ("tool", "four"),
-        ("assistant", "It is 4."),
-    ]
-    assert all({*message} == {"role", "content"} for message in conversation), "as reward servers take them"
+    expected = [{"role": was["role"], "content": text} for was, text in zip(ANSWERED, AS_TEXT, strict=True)]
+    assert listener.conversations == [[*example.messages, *expected]]
     assert text_of(ANSWERED) == "I add.\n\nIt is 4."
 
 
@@ -155,31 +148,23 @@ def test_the_functions_of_reward_py_read_both_kinds(tokenizer):
         functions = {"correct": correctness_reward, "format": format_reward}
         rewards = score_rollouts(functions, [opened] * 2, [rollout(answer), rollout("<answer>4.0</answer>")], STATE)
         assert rewards.tolist() == [[2.0, 1.5], [0.8, 0.6]]
-    chats = [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>\n"}]]
-    assert format_reward(chats, [[{"role": "assistant", "content": answer}]]) == [0.8], (
-        "without prompt_texts, as in TRL"
-    )
+    chat, completion = ({"role": "assistant", "content": text} for text in ("<think>\n", answer))
+    assert format_reward([[QUESTION, chat]], [[completion]]) == [0.8], "without prompt_texts, as in TRL"
 
 
-@pytest.mark.parametrize("timeout", [None, 60.0])
-def test_trls_own_functions_run_unchanged(tokenizer, timeout, tmp_path):
-    pytest.importorskip("trl")
-    pytest.importorskip("math_verify")
-    path = tmp_path / "mine.py"
-    path.write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
-    names = [f"{path}:accuracy_reward", f"{path}:think_format_reward"]
-    config = TrainerConfig(reward_funcs=names, reward_timeout=timeout)
-    functions, pool = start_functions(load_reward_funcs(names), config, workers=1)
-    example = make_example(CONFIG, tokenizer, 0, {"problem": CHAT, "solution": r"$\frac{1}{3}$"})
-    logged, texts = Logged(), [RIGHT, r"It is $\boxed{\frac12}$.", "Hm."]
-    rewards = score_rollouts(functions, [example] * 3, [*map(rollout, texts)], STATE, logged)
+def scored(path: Path, source: str, examples: list[Example], texts: list[str], timeout: float | None, *names: str):
+    """Score these texts with functions of a file; return the rewards and what the functions logged."""
+    path.write_text(source)
+    config = TrainerConfig(reward_funcs=[f"{path}:{name}" for name in names], reward_timeout=timeout)
+    functions, pool = start_functions(load_reward_funcs(config.reward_funcs), config, workers=2)
+    logged = Logged()
+    rewards = score_rollouts(functions, examples, [*map(rollout, texts)], STATE, logged)
     if pool:
         pool.close()
-    assert rewards.tolist() == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
-    assert logged.extra["solution"] == [r"$\frac{1}{3}$"] * 3
-    assert logged.extra["answer_parsed"][2] == "[unparseable]"
+    return rewards.tolist(), logged
 
 
+TRLS = "from trl.rewards import accuracy_reward, think_format_reward\n"
 LOGS = """
 def logs(completions, completion_ids, level, trainer_state, log_extra, log_metric, **kwargs):
     log_extra("first", [text[:1] for text in completions])
@@ -188,23 +173,6 @@ def logs(completions, completion_ids, level, trainer_state, log_extra, log_metri
         assert len(ids) == len(text)
     return [trainer_state.global_step + n for n in level]
 """
-
-
-def test_functions_in_worker_processes_are_given_and_log_the_same(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(LOGS)
-    example, both = Example(0, "p", [1], {"level": 0.5}), []
-    for timeout in (None, 20.0):
-        config = TrainerConfig(reward_funcs=[f"{path}:logs"], reward_timeout=timeout)
-        functions, pool = start_functions(load_reward_funcs(config.reward_funcs), config, workers=2)
-        logged = Logged()
-        rewards = score_rollouts(functions, [example] * 2, [rollout("ab"), rollout("c")], STATE, logged)
-        if pool:
-            pool.close()
-        both.append((rewards.tolist(), logged.extra, logged.metrics))
-    assert both[0] == both[1] == ([[3.5, 3.5]], {"first": ["a", "c"]}, {"letters": [2.0, 1.0]})
-
-
 SEES = """
 from PIL import Image
 
@@ -213,6 +181,25 @@ def sees(completions, images, photo, **kwargs):
     widths = [picture.width if picture else 0.5 for picture in photo]
     return [pictures[0].getpixel((0, 0))[0] + width for pictures, width in zip(images, widths)]
 """
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_trls_own_functions_run_unchanged(tokenizer, timeout, tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("math_verify")
+    example = make_example(CONFIG, tokenizer, 0, {"problem": CHAT, "solution": r"$\frac{1}{3}$"})
+    texts, names = [RIGHT, r"It is $\boxed{\frac12}$.", "Hm."], ("accuracy_reward", "think_format_reward")
+    rewards, logged = scored(tmp_path / "mine.py", TRLS, [example] * 3, texts, timeout, *names)
+    assert rewards == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    assert logged.extra["solution"] == [r"$\frac{1}{3}$"] * 3
+    assert logged.extra["answer_parsed"][2] == "[unparseable]"
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_functions_in_worker_processes_are_given_and_log_the_same(tmp_path, timeout):
+    examples = [Example(0, "p", [1], {"level": 0.5})] * 2
+    rewards, logged = scored(tmp_path / "mine.py", LOGS, examples, ["ab", "c"], timeout, "logs")
+    assert (rewards, logged.extra, logged.metrics) == ([[3.5, 3.5]], {"first": ["a", "c"]}, {"letters": [2.0, 1.0]})
 
 
 def test_functions_are_given_pil_images_in_the_shape_of_the_column(tmp_path):
@@ -228,20 +215,13 @@ def test_functions_are_given_pil_images_in_the_shape_of_the_column(tmp_path):
         Example(0, "p", [1], {"images": pictures, "photo": EncodedPicture(turned.getvalue())}),
         Example(1, "p", [1], {"images": pictures[:1], "photo": None}),
     ]
-    path = tmp_path / "mine.py"
-    path.write_text(SEES)
     for timeout in (None, 20.0):
-        config = TrainerConfig(reward_funcs=[f"{path}:sees"], reward_timeout=timeout)
-        functions, pool = start_functions(load_reward_funcs(config.reward_funcs), config, workers=1)
-        rewards = score_rollouts(functions, examples, [rollout("ab"), rollout("c")], STATE)
-        if pool:
-            pool.close()
-        assert rewards.tolist() == [[red + 6, red + 0.5]], timeout
+        rewards, _ = scored(tmp_path / "mine.py", SEES, examples, ["ab", "c"], timeout, "sees")
+        assert rewards == [[red + 6, red + 0.5]], timeout
 
     given = []
-    score_rollouts(
-        {"spy": lambda **arguments: given.append(arguments) or [0.0, 0.0]}, examples, [rollout("")] * 2, STATE
-    )
+    spy = {"spy": lambda **arguments: given.append(arguments) or [0.0, 0.0]}
+    score_rollouts(spy, examples, [rollout("")] * 2, STATE)
     (first, second), (photo, nothing) = given[0]["images"], given[0]["photo"]
     assert [picture.format for picture in first] == ["PNG", "JPEG"] and second[0].size == (8, 6)
     assert photo.mode == "L" and nothing is None
@@ -284,37 +264,34 @@ def test_each_function_is_called_once_before_the_run_on_two_completions(tokenize
     with unchanged(), caplog.at_level(logging.INFO):
         try_rewards(config, functions, tokenizer, example)
     given = {"plain": (0.5, 9.0), "no_value": (None, None), "later": (float(len(tokenizer("4")["input_ids"])), 1.0)}
-    expected = [
+    assert caplog.messages == [
         f"{name} gives {gold} for the gold answer of the first prompt, {empty} for an empty completion"
         for name, (gold, empty) in given.items()
     ]
-    assert [record.getMessage() for record in caplog.records] == expected
+    calls = functions["plain"].__globals__["CALLS"]
+    assert calls == ([([example.prompt] * 2, ["4", ""], os.getpid())] if timeout is None else [])
     caplog.clear()
     prompt_alone = make_example(TrainerConfig(system_prompt=""), tokenizer, 0, {"question": "2+2?"})
     with caplog.at_level(logging.INFO):
         try_rewards(TrainerConfig(reward_funcs=names[1:2]), load_reward_funcs(names[1:2]), tokenizer, prompt_alone)
     assert caplog.messages == ["no_value gives None for the text of the first prompt, None for an empty completion"]
-    calls = functions["plain"].__globals__["CALLS"]
-    assert calls == ([([example.prompt] * 2, ["4", ""], os.getpid())] if timeout is None else [])
 
 
-@pytest.mark.parametrize("timeout", [None, 20.0])
-def test_a_mistake_is_found_before_the_run(tokenizer, tmp_path, timeout):
+@pytest.mark.parametrize(
+    "name, timeout, reason",
+    [
+        ("broken", None, "'broken' failed.*: ValueError"),
+        ("broken", 20.0, "'broken' failed.*: ValueError"),
+        ("single", None, "returned 1 rewards for 2 completions"),
+        ("careless", None, "IndexError"),  # which one completion would not show
+    ],
+)
+def test_a_mistake_is_found_before_the_run(tokenizer, tmp_path, name, timeout, reason):
     path = tmp_path / "mine.py"
     path.write_text(TRIED)
-    name = f"{path}:broken"
     example = make_example(CONFIG, tokenizer, 0, {"problem": "2+2?", "solution": "2+2=4\n#### 4"})
-    with pytest.raises(RewardError, match="'broken' failed.*: ValueError") as caught:
-        config = TrainerConfig(reward_funcs=[name], reward_timeout=timeout)
-        try_rewards(config, load_reward_funcs([name]), tokenizer, example)
-    assert f'File "{path}", line 16, in broken' in caught.value.traceback
-
-
-@pytest.mark.parametrize("name, said", [("single", "returned 1 rewards for 2 completions"), ("careless", "IndexError")])
-def test_a_mistake_that_one_completion_would_not_show_is_found_too(tokenizer, tmp_path, name, said):
-    path = tmp_path / "mine.py"
-    path.write_text(TRIED)
-    config = TrainerConfig(reward_funcs=[f"{path}:{name}"])
-    example = make_example(CONFIG, tokenizer, 0, {"problem": "2+2?", "solution": "4"})
-    with pytest.raises(RewardError, match=said):
+    config = TrainerConfig(reward_funcs=[f"{path}:{name}"], reward_timeout=timeout)
+    with pytest.raises(RewardError, match=reason) as caught:
         try_rewards(config, load_reward_funcs(config.reward_funcs), tokenizer, example)
+    if name == "broken":
+        assert f'File "{path}", line 16, in broken' in caught.value.traceback

@@ -15,9 +15,10 @@ import torch
 from models import distance
 from rounding import assert_rounded
 from step_worker import GENERATIONS, PICTURES, pictured_text, sequences
-from test_step import BETA, COUNT, TEMPERATURE, Plain, norm, run
+from test_step import BETA, COUNT, Plain, norm, run
 
 from grpo.config.loss_settings import LossSection
+from grpo.data.records import Sample
 
 PICTURED = [number for number in range(COUNT) if number // GENERATIONS in PICTURES]
 TEXT = [number for number in range(COUNT) if number not in PICTURED]
@@ -35,17 +36,16 @@ CASES = {
 
 class PlainPictures(Plain):
     def __init__(self, folder):
-        oracle = picture_oracle.Plain(folder)
-        self.model, self.rows = oracle.model, []
-        for number, sample in enumerate(sequences()):
-            prompt, pictures = [id + 40 for id in sample.prompt_ids], []
-            if (place := number // GENERATIONS) in PICTURES:
-                text, pictures = pictured_text(place, oracle.tokenizer.convert_ids_to_tokens(oracle.picture_token))
-                prompt = oracle.prompt(text, pictures) + prompt
-            logits = oracle.logits(prompt, pictures, sample.completion_ids)
-            logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
-            chosen = logprobs[range(len(sample.completion_ids)), sample.completion_ids]
-            self.rows.append((chosen, -(logprobs.exp() * logprobs).sum(-1)))
+        self.oracle = picture_oracle.Plain(folder)
+        self.model = self.oracle.model
+        self.rows = [self.row(self.logits(*pair), pair[1].completion_ids) for pair in enumerate(sequences())]
+
+    def logits(self, number: int, sample: Sample) -> torch.Tensor:
+        oracle, prompt, pictures = self.oracle, [id + 40 for id in sample.prompt_ids], []
+        if (place := number // GENERATIONS) in PICTURES:
+            text, pictures = pictured_text(place, oracle.tokenizer.convert_ids_to_tokens(oracle.picture_token))
+            prompt = oracle.prompt(text, pictures) + prompt
+        return oracle.logits(prompt, pictures, sample.completion_ids)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def cases(ranks: int, tmp_path, offloaded: bool = False, **changes) -> list[dict
     for order, of_first, budget in CASES.values():
         values = {"beta": BETA, "max_grad_norm": 0.0, "micro_batch_tokens": budget, "deepspeed": buckets, **changes}
         shares = [len(order)] if ranks == 1 else [of_first, len(order) - of_first]
-        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        words = [f"--{name}={value}" for name, value in values.items()]
         made.append(dict(options=words, order=order, shares=shares, old=False, sampled=False, small_steps=[]))
     return made
 

@@ -16,13 +16,12 @@ from benchmarks.sampling import NoText
 from benchmarks.train_memory import CARD_CASES, CASES, PHASES, TINY_CASES, Case, predict, run
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.model.load import checkpoint_activations
-from grpo.model.lora import train_adapter
 from grpo.model.memory import MIB, LiveTensors, Memory, total
 from grpo.model.tree_attention import switch_on
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
 from grpo.sampling.rows import StepGraphs
+from grpo.trainer.policy import make_trainable
 from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 
 SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
@@ -30,14 +29,17 @@ COUNT = sum(parameter.numel() for parameter in on_meta(qwen(2, 100, **SMALL), to
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
+def memory_of(shape, prompts: int, prompt: int, **settings) -> Memory:
+    """What a rank needs on a CPU that trains on so many prompts."""
+    config, model = TrainerConfig(prompts_per_step=prompts, **settings), on_meta(shape, torch.float32).eval()
+    return rank_memory(model, RankWork(config, 1, prompt, 0), {"zero_optimization": {}}, "cpu")
+
+
 def needed(device="cpu", dtype=torch.float32, ranks=1, zero=None, sums="fp32", **changes) -> Memory:
     settings = dict(prompts_per_step=4, num_generations=8, max_completion_length=50, micro_batch_tokens=1000)
     settings |= dict(sequences_per_generate=16, gradient_checkpointing=False) | changes
     config, model = TrainerConfig(**settings), on_meta(qwen(2, 100, **SMALL), dtype).eval()
-    if config.use_peft:
-        train_adapter(model, config)
-    if config.gradient_checkpointing:
-        checkpoint_activations(model)
+    make_trainable(model, config)
     ds_config = {"zero_optimization": zero or {}, "data_types": {"grad_accum_dtype": sums}}
     return rank_memory(model, RankWork(config, ranks, 100, 0), ds_config, device)
 
@@ -97,11 +99,8 @@ def test_sampling_holds_as_much_for_four_times_as_many_completions(graphs):
             sampler.sample(examples, copies, 1.0, seed=0)
         peaks.append(live.most)
     assert peaks[0] == peaks[1]
-    settings = dict(prompts_per_step=16, num_generations=copies, sequences_per_generate=rows)
-    config = TrainerConfig(max_completion_length=tokens, **settings)
-    memory = rank_memory(
-        on_meta(shape, torch.float32).eval(), RankWork(config, 1, 64, 0), {"zero_optimization": {}}, "cpu"
-    )
+    settings = dict(num_generations=copies, sequences_per_generate=rows, max_completion_length=tokens)
+    memory = memory_of(shape, 16, 64, **settings)
     assert 0.97 * peaks[1] < memory.tensors(SAMPLING) - total(memory.standing) < 1.25 * peaks[1]
 
 
@@ -116,14 +115,10 @@ def test_sampling_with_long_answers_holds_what_is_predicted(sampler):
     drawing = LocalSampler(*arguments) if sampler == "generate" else ContinuousSampler(*arguments, longest_packed=2**31)
     with LiveTensors(model) as live:
         drawing.sample([Example(place, "", [3 + place] * 16, {}) for place in range(2)], 4, 1.0, seed=0)
-    settings = dict(prompts_per_step=2, num_generations=4, sequences_per_generate=rows, sampler=sampler)
-    predicted = {}
-    for name, tools in {"with": ["tests/callers.py:price"], "without": []}.items():
-        config = TrainerConfig(max_completion_length=tokens, tools=tools, **settings)
-        work = RankWork(config, 1, 16, 0)
-        memory = rank_memory(on_meta(shape, torch.float32).eval(), work, {"zero_optimization": {}}, "cpu")
-        predicted[name] = memory.tensors(SAMPLING) - total(memory.standing)
-    assert predicted["without"] < 0.9 * live.most < predicted["with"] < 1.25 * live.most
+    settings = dict(num_generations=4, sequences_per_generate=rows, sampler=sampler, max_completion_length=tokens)
+    memories = [memory_of(shape, 2, 16, tools=tools, **settings) for tools in ([], ["tests/callers.py:price"])]
+    without, with_tools = (memory.tensors(SAMPLING) - total(memory.standing) for memory in memories)
+    assert without < 0.9 * live.most < with_tools < 1.25 * live.most
 
 
 def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
@@ -176,26 +171,23 @@ def test_what_tensors_really_hold_is_near_the_prediction(few):
 def test_more_ranks_less_work_and_recomputation_need_less(device):
     as_set = needed(device)
     assert total(needed(device, ranks=2).standing) < total(as_set.standing)
-    for phase, change in {
-        SAMPLING: {"sequences_per_generate": 8},
-        BACKWARD: {"micro_batch_tokens": 500},
-        STEP: {"ranks": 2},
-    }.items():
-        assert needed(device, **change).peak(phase) < as_set.peak(phase), phase
-    assert needed(device, gradient_checkpointing=True).peak(BACKWARD) < as_set.peak(BACKWARD)
+    for phase, change in (
+        (SAMPLING, {"sequences_per_generate": 8}),
+        (BACKWARD, {"micro_batch_tokens": 500}),
+        (BACKWARD, {"gradient_checkpointing": True}),
+        (STEP, {"ranks": 2}),
+    ):
+        assert needed(device, **change).peak(phase) < as_set.peak(phase), change
 
 
 @pytest.mark.rare
 def test_a_measured_peak_is_near_the_prediction():
     """A rank that is set up as the trainer sets itself up, samples and updates twice."""
     shape = "lambda: qwen(2, 8192, hidden_size=512, intermediate_size=2048, num_attention_heads=8)"
-    case = f"Case({shape}, NO_CHECKPOINTS)"
-    script = f"from benchmarks.train_memory import *; print(json.dumps(measure({case}, sys.argv[1]))); os._exit(0)"
-    same_case = Case(
-        lambda: qwen(2, 8192, hidden_size=512, intermediate_size=2048, num_attention_heads=8),
-        {"gradient_checkpointing": False},
-    )
-    measured, memory = run("-c", script, case=same_case), predict(same_case)
+    script = f"from benchmarks.train_memory import *; case = Case({shape}, NO_CHECKPOINTS); "
+    case = Case(eval(shape, {"qwen": qwen}), {"gradient_checkpointing": False})
+    measured = run("-c", f"{script}print(json.dumps(measure(case, sys.argv[1]))); os._exit(0)", case=case)
+    memory = predict(case)
     for phase in PHASES:
         predicted = memory.peak(phase)
         # The margin for the heap is a constant, and large beside so small a model: not a factor alone.
