@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-import grpo.model.template_limit  # noqa: F401  it limits templates
 from grpo.config.errors import ConfigError, require
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message

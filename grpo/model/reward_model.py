@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import grpo.model.template_limit  # noqa: F401  it limits templates
 from grpo.config.errors import require
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model.fingerprint import describe

@@ -350,33 +350,6 @@ def test_a_prompt_has_the_tools_and_what_the_environment_says_of_its_row(tokeniz
     assert example.conversation[-1]["content"] == "How much? You have 2 coins."
 
 
-# Each would take gigabytes.
-DOUBLED = (
-    "n.x ~ n.x",
-    "n.x + n.x",
-    "[n.x, n.x] | join",
-    "n.x | replace('x', 'xx')",
-    "n.x.replace('x', 'xx')",
-    "twice(n.x)",
-)
-HUGE = (
-    "{{ 'x' * 10**10 }}",
-    "{{ [0] * 10**10 }}",
-    "{{ 'x'.ljust(10**10) }}",
-    "{{ 'x' | center(10000000000) }}",
-    "{{ '%10000000000d' % 1 }}",
-    "{{ '{:>10000000000}'.format(1) }}",
-    "{{ messages | tojson(indent=10**10) }}",
-    "{% for i in range(100000) %}{% for j in range(100000) %}" + 1000 * "x" + "{% endfor %}{% endfor %}",
-    "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
-    *(
-        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='x') %}"
-        f"{{% for i in range(34) %}}{{% set n.x = {doubled} %}}{{% endfor %}}{{{{ n.x }}}}"
-        for doubled in DOUBLED
-    ),
-)
-
-
 @pytest.mark.parametrize(
     "template, reason",
     [
@@ -385,7 +358,6 @@ HUGE = (
         ("{{ 1 // 0 }}", "ZeroDivisionError: "),
         ("{{ messages[0].nothing.more }}", "UndefinedError: "),
         ("{% if %}", "TemplateSyntaxError: "),
-        *((template, "SecurityError: it puts together more than ") for template in HUGE),
     ],
 )
 def test_whatever_a_template_raises_is_one_sentence(tmp_path, tokenizer, monkeypatch, template, reason):
