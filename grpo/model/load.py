@@ -205,10 +205,15 @@ def device_memory(cards: list[torch.device]) -> tuple[int, int, int]:
 
 
 def device_use(cards: list[torch.device]) -> float | None:
-    """Return the mean share of the last second or less in which these GPUs ran kernels; None if that is not known."""
+    """Return the mean share of the last second or less in which these GPUs ran kernels; None if NVIDIA's library, of
+    the package nvidia-ml-py, is missing or does not know such a card or a part of it (MIG)."""
+    try:
+        from pynvml import NVMLError
+    except ImportError:
+        return None
     try:
         return sum(torch.cuda.utilization(card) for card in cards) / len(cards) / 100
-    except Exception:  # the package nvidia-ml-py is not installed, or raises its own for such a card or a part (MIG)
+    except (NVMLError, RuntimeError):
         return None
 
 
