@@ -190,7 +190,7 @@ def test_servers_are_asked_once_and_one_that_cannot_serve_is_named_and_no_failur
     assert f"sampler    {away['pool']} cannot be reached (Connection refused): a run would wait for it" in output
     assert "24 completions a round, which workers draw;" in output and "KV cache" not in output
     output = printed(**away | {"pool": server.url})
-    assert f"sampler    cannot come: {server.url} is no pool of rollouts" in output
+    assert f"sampler    {server.url} cannot serve this run: is no pool of rollouts" in output
 
 
 def test_an_adapter_and_weights_in_4_bits_are_counted(printed, server):
