@@ -7,12 +7,10 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
-from grpo.wire.tool_outcomes import Outcome
 from grpo.workers.worker_tools import WorkerTools
 
 
@@ -64,30 +62,6 @@ class Engine(Protocol):
         ...
 
 
-@dataclass
-class Completion:
-    """A completion, as far as it is drawn. All lists have a value for each token."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # NaN at the tokens of answers
-    versions: list[int] = field(default_factory=list)
-    """the version of the policy that drew the token, of an answer's that drew the last one before it"""
-    drawn: list[bool] = field(default_factory=list)
-    outcome: Outcome | None = None
-
-    def add_drawn(self, ids: list[int], logprobs: list[float], versions: list[int]) -> None:
-        self.ids += ids
-        self.logprobs += logprobs
-        self.versions += versions
-        self.drawn += [True] * len(ids)
-
-    def add_answer(self, ids: list[int]) -> None:
-        self.ids += ids
-        self.logprobs += [math.nan] * len(ids)
-        self.versions += self.versions[-1:] * len(ids)
-        self.drawn += [False] * len(ids)
-
-
 def draw_in_turns(
     turns: WorkerTools,
     run: RunInfo,
@@ -101,30 +75,27 @@ def draw_in_turns(
     """
     example, failed = turns.make_example(task), threading.Event()
 
-    def draw_completion(place: int) -> Completion:
-        name = run.seed + (task.attempt << 32), task.group, place
-        dialogue, completion = turns.begin(example, name), Completion()
+    def draw_completion(place: int) -> list:
+        """Return the completion's place in each of the group's lists."""
+        tokens: list[tuple[int, float, int, bool]] = []  # id, log-prob, version, whether it was drawn
+        dialogue = turns.begin(example, (run.seed + (task.attempt << 32), task.group, place))
         try:
             while not failed.is_set():  # else the group is lost
-                segment = draw_segment([*task.prompt_ids, *completion.ids], _room(completion))
-                completion.add_drawn(*segment)
-                answer = dialogue.answer(segment[0], _room(completion))
-                ids = None if answer is None else answer.result()
-                if ids is None:
-                    completion.outcome = dialogue.outcome
+                prompt = [*task.prompt_ids, *(token[0] for token in tokens)]
+                ids, logprobs, versions = draw_segment(prompt, run.max_completion_length - len(tokens))
+                tokens += [(*token, True) for token in zip(ids, logprobs, versions, strict=True)]
+                future = dialogue.answer(ids, run.max_completion_length - len(tokens))
+                answer = None if future is None else future.result()
+                if answer is None:
                     break
-                completion.add_answer(ids)
+                tokens += [(token, math.nan, versions[-1], False) for token in answer]
         except BaseException:
             failed.set()
             raise
         finally:
             dialogue.close()
-        return completion
-
-    def _room(completion: Completion) -> int:
-        return run.max_completion_length - len(completion.ids)
+        return [*map(list, zip(*tokens, strict=True)), dialogue.outcome]
 
     with ThreadPoolExecutor(run.num_generations, thread_name_prefix="turns") as threads:
-        completions = [*threads.map(draw_completion, range(run.num_generations))]
-    names = "ids", "logprobs", "versions", "drawn", "outcome"
-    return GroupResult(*task.key, *([getattr(completion, name) for completion in completions] for name in names))
+        rows = [*threads.map(draw_completion, range(run.num_generations))]
+    return GroupResult(*task.key, *map(list, zip(*rows, strict=True)))

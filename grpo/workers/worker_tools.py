@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpo.data.records import Example
-    from grpo.data.responder import Dialogue
     from grpo.tools.dialogue import UserResponder
 
 
@@ -27,17 +26,13 @@ class WorkerTools:
     """Answers the policy on this worker: a responder (grpo/data/responder.py) for the tasks of a pool."""
 
     def __init__(self, turns: UserResponder, tokenizer: PreTrainedTokenizerBase):
-        self._turns, self._tokenizer = turns, tokenizer
+        self._turns, self._tokenizer, self.begin = turns, tokenizer, turns.begin
 
     def make_example(self, task: Task) -> Example:
-        """Return the task's prompt, as text too, and the columns of its row."""
         from grpo.data.records import Example
 
         prompt = self._tokenizer.decode(task.prompt_ids, skip_special_tokens=False)
         return Example(task.group, prompt, task.prompt_ids, json.loads(task.columns or "{}"))
-
-    def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
-        return self._turns.begin(example, name)
 
     def close(self) -> None:
         self._turns.close()
