@@ -95,17 +95,17 @@ class PoolClient:
 
     def put_run(self, run: RunInfo) -> None:
         """Tell the pool its run. Raises ServerError if it has another run."""
-        self._post(wire.RUN_PATH, run.to_json())
+        self._ask(wire.RUN_PATH, run.to_json())
         self._vocab_size = run.vocab_size
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Put up to MOST_TASKS tasks. Raises ServerError if the pool has another prompt for one of them."""
-        self._post(wire.TASKS_PATH, encode_tasks(tasks))
+        self._ask(wire.TASKS_PATH, encode_tasks(tasks))
 
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
         """Return the drawn ones of up to MOST_TASKS groups: at least one, or none after `wait` seconds."""
         body = json.dumps({"groups": [[*key] for key in keys], "wait": wait}).encode()
-        return self._decoded(self._post(wire.GROUPS_PATH, body, wait=wait), decode_drawn)
+        return _decoded(self._ask(wire.GROUPS_PATH, body, wait=wait), decode_drawn)
 
     def lease(self, lease: Lease) -> LeaseReply:
         """Return new tasks, at most `lease.room`: at least one, or none after `lease.wait` seconds."""
@@ -115,7 +115,7 @@ class PoolClient:
             version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
             return LeaseReply(tasks, float(metadata["lease_seconds"]), metadata["run"], version, sha256)
 
-        return self._decoded(self._post(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
+        return _decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
     def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
         """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted".
@@ -123,27 +123,27 @@ class PoolClient:
         `weights`: number and SHA-256 of the versions that drew them. Raises ResultRefused if the pool finds that a
         group cannot be the completions of its task.
         """
-        body = self._post(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
-        return self._decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
+        body = self._ask(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
+        return _decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
 
     def versions(self) -> list[Version]:
         """Return the pool's versions of the policy, in ascending order."""
-        return self._decoded(self._get(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
+        return _decoded(self._ask(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
 
     def put_version(self, version: Version) -> None:
         """Tell the pool a version whose files it has. Raises RequestFailure if it lacks a file."""
-        self._post(wire.VERSIONS_PATH, version.to_json())
+        self._ask(wire.VERSIONS_PATH, version.to_json())
 
     def needed(self, version: int) -> None:
         """Allow the pool to drop the weights of the versions below this one."""
-        self._post(wire.NEEDED_PATH, b"", {"version": str(version)})
+        self._ask(wire.NEEDED_PATH, b"", {"version": str(version)})
 
     def report_drift(self, drifts: Iterable[tuple[int, float, int]]) -> None:
         """Report, for up to MOST_TASKS groups, how far the workers' log-probs are from the trainer's.
 
         Each is (group, mean distance in nats a token, tokens).
         """
-        self._post(wire.DRIFT_PATH, json.dumps({"groups": [[*row] for row in drifts]}).encode())
+        self._ask(wire.DRIFT_PATH, json.dumps({"groups": [[*row] for row in drifts]}).encode())
 
     def send_file(self, source: Path | bytes, sha256: str) -> None:
         """Send a file, from the end of an earlier call's part. The pool gets no byte that it has."""
@@ -193,20 +193,11 @@ class PoolClient:
 
     def status(self) -> dict[str, Any]:
         """Return the pool's description of its workers and rounds."""
-        return self._decoded(self._get(wire.STATUS_PATH), json.loads)
+        return _decoded(self._ask(wire.STATUS_PATH), json.loads)
 
-    def _decoded(self, body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
-        try:
-            return decode(body)
-        except (wire.ProtocolError, ValueError, KeyError, TypeError) as error:
-            raise RequestFailure(f"sent a damaged answer ({error})") from error
-
-    def _get(self, path: str) -> bytes:
-        with self._send("GET", path) as response:
-            return response.content
-
-    def _post(self, path: str, body: bytes, query: dict | None = None, wait: float = 0.0) -> bytes:
-        with self._send("POST", path, query, body, wait=wait) as response:
+    def _ask(self, path: str, body: bytes | None = None, query: dict | None = None, wait: float = 0.0) -> bytes:
+        """GET, or POST a body, and return that of the answer."""
+        with self._send("GET" if body is None else "POST", path, query, body, wait=wait) as response:
             return response.content
 
     def _send(
@@ -258,6 +249,13 @@ class PoolClient:
         return self._per_thread.session
 
 
+def _decoded(body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
+    try:
+        return decode(body)
+    except (wire.ProtocolError, ValueError, KeyError, TypeError) as error:
+        raise RequestFailure(f"sent a damaged answer ({error})") from error
+
+
 class Stopped(Exception):
     """The end of waiting, because the program is to end."""
 
@@ -285,7 +283,10 @@ class Retrier:
             while not self._stop.is_set():
                 try:
                     answer = send()
-                    self._note_answer(thread)
+                    with self._lock:
+                        # Others may still wait: a pool with a full disk renews leases, and takes no completions.
+                        if self._waiting == {thread}:
+                            log.info("%s answers again", self._client.url)
                     return answer
                 except FileFailure:
                     raise
@@ -301,22 +302,13 @@ class Retrier:
                             "log; pool_deadline sets how long to wait"
                         ) from failure
                     if failures:  # not the first: the pool may just have closed a connection that was idle
-                        self._note_failure(thread, failure)
+                        with self._lock:
+                            if not self._waiting:
+                                log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
+                            self._waiting.add(thread)
                     self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
                     failures += 1
             raise Stopped
         finally:
             with self._lock:
                 self._waiting.discard(thread)
-
-    def _note_failure(self, thread: int, failure: RequestFailure) -> None:
-        with self._lock:
-            if not self._waiting:
-                log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
-            self._waiting.add(thread)
-
-    def _note_answer(self, thread: int) -> None:
-        with self._lock:
-            # Others may still wait: a pool with a full disk renews leases, and takes no completions.
-            if self._waiting == {thread}:
-                log.info("%s answers again", self._client.url)
