@@ -25,9 +25,8 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-_TEXT = (
-    b'{"format": 2, "old": "", "new": "", "size": 0}'  # format 1 had such a header, and names this one in its refusal
-)
+# Format 1 had such a header, and names this one in its refusal.
+_TEXT = b'{"format": 2, "old": "", "new": "", "size": 0}'
 _HEADER = len(_TEXT).to_bytes(8, "little") + _TEXT
 _BLOCK = 1 << 20  # words
 _THREADS = min(4, os.cpu_count() or 1)

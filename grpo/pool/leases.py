@@ -46,7 +46,7 @@ class WorkerState:
 
     @property
     def state(self) -> str:
-        """Return one of STATES."""
+        """one of STATES"""
         if self.is_suspended:
             return STATES[-1]
         if self.seen < time.monotonic() - LEASE_SECONDS:
@@ -69,8 +69,7 @@ class Leases:
     def seen(self, lease: Lease) -> WorkerState:
         """Note a worker's request: from now on it holds the tasks that it names, and no others.
 
-        It may name tasks that it was leased before this process started, or before it was silent. It gets them again,
-        unless another worker holds them.
+        It may name tasks from before this process started, or it was silent: they are its, unless another holds them.
         """
         with self.changed:
             worker = self._worker(lease.worker, lease)
@@ -155,12 +154,11 @@ class Leases:
             self.changed.notify_all()
 
     def workers(self) -> list[WorkerState]:
-        """Return all known workers, the last seen first."""
+        """Return all workers, the last seen first."""
         with self.changed:
             return sorted(self._workers.values(), key=lambda worker: -worker.seen)
 
     def states(self) -> Counter[str]:
-        """Return the number of workers in each state."""
         return Counter(worker.state for worker in self.workers())
 
     def drawers(self, name: str) -> int:

@@ -26,7 +26,7 @@ class PoolMonitor:
 
     def __init__(self, monitor: Monitor, leases: Leases, store: Store):
         self._monitor, self._leases, self._store = monitor, leases, store
-        self._leased = monitor.make(Counter, "pool_leases", "Tasks leased to workers")
+        self.leased = monitor.make(Counter, "pool_leases", "Tasks leased to workers")
         self._results = monitor.make(
             Counter, "pool_results", "Groups that workers sent, by the answer", labelnames=["answer"]
         )
@@ -41,9 +41,6 @@ class PoolMonitor:
         self._lock = threading.Lock()
         self._sums: Tally[str] = Tally()
         self._reported = time.monotonic(), self._sums.copy()
-
-    def leased(self, tasks: int) -> None:
-        self._leased.inc(tasks)
 
     def answered(self, answers: Sequence[str], tokens: int = 0) -> None:
         """Count uploaded groups by their answers, and the tokens of those that were accepted."""
@@ -83,7 +80,11 @@ class PoolMonitor:
             "rounds": self._store.rounds(_ROUNDS),
             "versions": [version.version for version in self._store.versions()],
             "tasks": self._count(),
-            "bytes": {"received": self._sums["received"], "sent": self._sums["sent"], "file": self._store.file_bytes()},
+            "bytes": {
+                "received": self._sums["received"],
+                "sent": self._sums["sent"],
+                "file": self._store.database.size(),
+            },
         }
 
     def summary(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
 import bottle
 
@@ -22,20 +23,21 @@ _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON
 
 def add_pool_routes(app: App, service: PoolService) -> None:
     """Let the application answer trainer and workers."""
-    _add_shared_routes(app, service)
-    _add_trainer_routes(app, service)
-    _add_worker_routes(app, service)
+    _add_queries(app, service)
+    _add_posts(app, service)
+    _add_long_polls(app, service)
 
 
-def _add_shared_routes(app: App, service: PoolService) -> None:
-    @app.post(wire.FILES_PATH)
-    def add_piece():
-        with service.working():
-            piece = FilePart.of(bottle.request.query)
-            body = _read_post(service)
-            received = service.store.files.add(piece, body)
-            service.numbers.transferred("received", len(body))
-            return make_json({"received": received})
+def _add_queries(app: App, service: PoolService) -> None:
+    @app.get(wire.RUN_PATH)
+    def run():
+        service.check_ready()
+        return make_answer(service.store.run().to_json(), 200, "application/json")
+
+    @app.get(wire.VERSIONS_PATH)
+    def versions():
+        service.check_ready()
+        return make_json([json.loads(version.to_json()) for version in service.store.versions()])
 
     @app.get(wire.FILES_PATH)
     def send_file():
@@ -43,83 +45,64 @@ def _add_shared_routes(app: App, service: PoolService) -> None:
             service.check_ready()
             return _file_answer(service, bottle.request.query.get("sha256", ""), bottle.request.get_header("Range", ""))
 
-    @app.get(wire.VERSIONS_PATH)
-    def versions():
-        service.check_ready()
-        return make_json([json.loads(version.to_json()) for version in service.store.versions()])
+
+def _add_posts(app: App, service: PoolService) -> None:
+    def on_post(path: str, answer: Callable[[bytes], dict | None], most_bytes: int = _JSON_BYTES) -> None:
+        """Answer a path's bodies with these fields, if any."""
+
+        @app.post(path)
+        def answer_post():
+            with service.working():
+                return make_json(answer(_read_post(service, most_bytes)) or {})
+
+    def add_piece(body: bytes) -> dict:
+        received = service.store.files.add(FilePart.of(bottle.request.query), body)
+        service.numbers.transferred("received", len(body))
+        return {"received": received}
+
+    def drop_versions(_: bytes) -> None:
+        text = bottle.request.query.get("version", "")
+        if not (re.fullmatch("[0-9]{1,10}", text) and int(text) <= LARGEST_ID):
+            raise malformed(f"version={text[:80]!r} in the query: send a version's number")
+        service.store.drop_versions_below(int(text))
+
+    def add_results(body: bytes) -> dict:
+        worker = bottle.request.query.getunicode("worker") or bottle.request.remote_addr or ""
+        note(client=worker)
+        service.numbers.transferred("received", len(body))
+        return {"results": service.add_results(body, worker)}
+
+    on_post(wire.RUN_PATH, lambda body: service.store.set_run(RunInfo.of_json(body)))
+    on_post(wire.VERSIONS_PATH, lambda body: service.add_version(Version.of_fields(read_json(body))))
+    on_post(wire.DRIFT_PATH, lambda body: service.note_drift(drifts_of(read_json(body).get("groups"))))
+    on_post(wire.NEEDED_PATH, drop_versions)
+    on_post(wire.TASKS_PATH, lambda body: {"tasks": service.put_tasks(body)}, BODY_BYTES)
+    on_post(wire.FILES_PATH, add_piece, BODY_BYTES)
+    on_post(wire.RESULTS_PATH, add_results, BODY_BYTES)
 
 
-def _add_trainer_routes(app: App, service: PoolService) -> None:
-    @app.post(wire.RUN_PATH)
-    def set_run():
-        with service.working():
-            service.set_run(RunInfo.of_json(_read_post(service, _JSON_BYTES)))
-            return make_json({})
-
-    @app.post(wire.VERSIONS_PATH)
-    def add_version():
-        with service.working():
-            service.add_version(Version.of_fields(read_json(_read_post(service, _JSON_BYTES))))
-            return make_json({})
-
-    @app.post(wire.NEEDED_PATH)
-    def drop_versions():
-        with service.working():
-            _read_post(service)
-            text = bottle.request.query.get("version", "")
-            if not (re.fullmatch("[0-9]{1,10}", text) and int(text) <= LARGEST_ID):
-                raise malformed(f"version={text[:80]!r} in the query: send a version's number")
-            service.store.drop_versions_below(int(text))
-            return make_json({})
-
-    @app.post(wire.TASKS_PATH)
-    def put_tasks():
-        with service.working():
-            return make_json({"tasks": service.put_tasks(_read_post(service))})
-
+def _add_long_polls(app: App, service: PoolService) -> None:
     @app.post(wire.GROUPS_PATH)
     def groups():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
         with service.working():
-            request = read_json(_read_post(service, _JSON_BYTES))
+            request = read_json(_read_post(service))
             keys, wait = keys_of("groups", request.get("groups")), request.get("wait", 0)
             check_amount("wait", wait)
         body = service.groups(keys, wait, is_gone)
         service.numbers.transferred("sent", len(body))
         return make_answer(body, 200, wire.CONTENT_TYPE)
 
-    @app.post(wire.DRIFT_PATH)
-    def note_drift():
-        with service.working():
-            service.note_drift(drifts_of(read_json(_read_post(service, _JSON_BYTES)).get("groups")))
-            return make_json({})
-
-
-def _add_worker_routes(app: App, service: PoolService) -> None:
-    @app.get(wire.RUN_PATH)
-    def run():
-        service.check_ready()
-        return make_answer(service.store.run().to_json(), 200, "application/json")
-
     @app.post(wire.LEASE_PATH)
     def lease():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
         with service.working():
-            lease = Lease.of_json(_read_post(service, _JSON_BYTES))
+            lease = Lease.of_json(_read_post(service))
         note(client=lease.worker)
         return make_answer(service.lease(lease, is_gone), 200, wire.CONTENT_TYPE)
 
-    @app.post(wire.RESULTS_PATH)
-    def add_results():
-        worker = bottle.request.query.getunicode("worker") or bottle.request.remote_addr or ""
-        note(client=worker)
-        with service.working():
-            body = _read_post(service)
-            service.numbers.transferred("received", len(body))
-            return make_json({"results": service.add_results(body, worker)})
 
-
-def _read_post(service: PoolService, most_bytes: int = BODY_BYTES) -> bytes:
+def _read_post(service: PoolService, most_bytes: int = _JSON_BYTES) -> bytes:
     check_content_type()
     service.check_ready()
     if bottle.request.content_length > most_bytes:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -14,12 +15,12 @@ from grpo.config.server import ServerConfig
 from grpo.pool.database import PIECE_BYTES
 from grpo.pool.leases import LEASE_SECONDS, Key, Leases, WorkerState
 from grpo.pool.pool_monitor import PoolMonitor
-from grpo.pool.protocol import Lease, RunInfo, Task, Version, check_drawn
+from grpo.pool.protocol import Lease, Task, Version, check_drawn
 from grpo.pool.store import Store
 from grpo.pool.task_tensors import decode_drawn, decode_results, decode_tasks, encode_drawn, encode_tasks
 from grpo.server.http import THREADS
 from grpo.server.service import Service
-from grpo.wire.health import ModelInfo
+from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.refusals import ProtocolError, check_name
 
 _MOST_WORK = 24  # requests that are read and stored at once
@@ -49,12 +50,16 @@ class PoolService(Service):
         return self.thread_of(self.work_threads)
 
     def load(self) -> None:
-        self._name_run()
         self.change_info(status="ready")
 
     def description(self) -> str:
-        run = self.info.model.name
-        return f"a pool of rollouts in {self.config.pool_file}, " + (f"of run {run}" if run else "of no run yet")
+        run = self.store.known_run
+        return f"a pool of rollouts in {self.config.pool_file}, " + (f"of run {run.name}" if run else "of no run yet")
+
+    def current_info(self) -> ServerInfo:
+        """Name the run where other servers name their model."""
+        run = self.store.known_run
+        return replace(self.info, model=ModelInfo(run.name)) if run else self.info
 
     def drain(self, seconds: float) -> None:
         with self.leases.changed:
@@ -62,11 +67,6 @@ class PoolService(Service):
 
     def close(self) -> None:
         self.store.close()
-
-    def set_run(self, info: RunInfo) -> None:
-        """Keep a trainer's run. Raises ProtocolError, 409, if the file has another run."""
-        self.store.set_run(info)
-        self._name_run()
 
     def add_version(self, version: Version) -> None:
         """Keep a version of the policy. Raises ProtocolError, 409, if one of its files is missing."""
@@ -181,7 +181,7 @@ class PoolService(Service):
                 share = -(-count // self.leases.drawers(lease.worker))
                 tasks = tasks[: max(0, share - len(lease.holds))]
             self.leases.grant(lease.worker, [task.key for task in tasks])
-            self.numbers.leased(len(tasks))
+            self.numbers.leased.inc(len(tasks))
             return tasks
 
     def _wait(
@@ -208,7 +208,3 @@ class PoolService(Service):
         if worker.is_suspended:
             message = f"worker {worker.name[:80]} is suspended: {worker.reason[:250]}: mend and restart it"
             raise ProtocolError(403, "set_apart", message)
-
-    def _name_run(self) -> None:
-        if (run := self.store.known_run) is not None:
-            self.change_info(model=ModelInfo(run.name))

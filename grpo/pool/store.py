@@ -127,17 +127,17 @@ class Store:
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
         """Open the file as Database does."""
-        self._database = Database(path, on_damage)
-        self.files = Files(self._database)
+        self.database = Database(path, on_damage)
+        self.files = Files(self.database)
         try:
-            rows = self._database.checked_rows("the run", _RUN)
+            rows = self.database.checked_rows("the run", _RUN)
             self.known_run = RunInfo.of_json(rows[0][1]) if rows else None
         except ProtocolError as error:
-            self._database.close()
-            raise damaged(self._database.setting, error.message) from error
+            self.database.close()
+            raise damaged(self.database.setting, error.message) from error
 
     def close(self) -> None:
-        self._database.close()
+        self.database.close()
 
     # The run
 
@@ -149,9 +149,9 @@ class Store:
 
     def set_run(self, info: RunInfo) -> None:
         """Keep the run; the first one stays. Raises ProtocolError, 409, for another one."""
-        with self._database.transaction():
+        with self.database.transaction():
             if self.known_run is None:
-                self._database.store("run", 1, info.to_json())
+                self.database.store("run", 1, info.to_json())
             elif any(getattr(self.known_run, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
                 message = f"the pool file is of run {self.known_run.name}: start the pool with another --pool_file"
                 raise ProtocolError(409, "other_run", message)
@@ -169,7 +169,7 @@ class Store:
         version and the later ones are deleted, with the completions that they drew, and the leases of their tasks end.
         Raises ProtocolError, 409, if a file is missing.
         """
-        with self._database.transaction():
+        with self.database.transaction():
             weights, known = self.find_version(version.version)
             is_other = weights not in (None, version.sha256)
             if known is not None and not is_other and (known.whole or not version.whole):
@@ -179,37 +179,37 @@ class Store:
             if is_other:
                 removed = [other for other in self.versions() if other.version >= version.version]
                 # With newest weights, a completion of any leased task may have tokens of the deleted versions.
-                void = self._database.rows(
+                void = self.database.rows(
                     "SELECT group_id, attempt FROM tasks WHERE version >= ?1 OR (?2 AND drawn IS NULL)",
                     version.version,
                     self._takes_newest(),
                 )
-                self._database.sql("DELETE FROM versions WHERE version >= ?", version.version)
+                self.database.sql("DELETE FROM versions WHERE version >= ?", version.version)
                 # The trainer may have put this version's tasks before it has sent the version: they stay, undrawn.
                 later = "version > ?1 OR (version = ?1 AND attempt > 0)"
-                self._database.sql(f"DELETE FROM tasks WHERE {later}", version.version)
-                spoiled = self._database.rows("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
+                self.database.sql(f"DELETE FROM tasks WHERE {later}", version.version)
+                spoiled = self.database.rows("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
                 for key in spoiled:
                     self._store_task(self.find_task(key)[0])
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
                 version = replace(known, whole=True)
-            self._database.store("versions", version.version, version.sha256, version.to_json())
+            self.database.store("versions", version.version, version.sha256, version.to_json())
             self._drop_files_of(removed)
         return void
 
     def versions(self) -> list[Version]:
         """Return all versions, the oldest first."""
-        rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE info IS NOT NULL ORDER BY version")
+        rows = self.database.checked_rows("version {}", f"{_VERSIONS} WHERE info IS NOT NULL ORDER BY version")
         return [_version(info) for _, _, info in rows]
 
     def find_version(self, number: int) -> tuple[str | None, Version | None]:
         """Return the SHA-256 of a version's weights, and the version, which is None once it was dropped."""
-        rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number)
+        rows = self.database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number)
         return (rows[0][1], rows[0][2] and _version(rows[0][2])) if rows else (None, None)
 
     def drop_versions_below(self, needed: int) -> None:
         """Delete the versions below `needed`, and their files, unless a chain of deltas to a later one needs them."""
-        with self._database.transaction():
+        with self.database.transaction():
             versions = {version.version: version for version in self.versions()}
             kept = {number for number in versions if number >= needed}
             for number in [*kept]:
@@ -218,7 +218,7 @@ class Store:
                     kept.add(number)
             removed = [version for number, version in versions.items() if number not in kept]
             for version in removed:
-                self._database.store("versions", version.version, version.sha256, None)
+                self.database.store("versions", version.version, version.sha256, None)
             self._drop_files_of(removed)
 
     def _check_files(self, version: Version) -> None:
@@ -247,7 +247,7 @@ class Store:
         Raises ProtocolError, 409, for a task that is stored with another prompt or row; none is kept then.
         """
         changed = []
-        with self._database.transaction():
+        with self.database.transaction():
             for task in tasks:
                 known, _ = self.find_task(task.key)
                 if known is None:
@@ -263,7 +263,7 @@ class Store:
     def open_tasks(self, limit: int) -> list[Task]:
         """Return the first tasks without a result that a stored version may draw, by version, group and attempt."""
         is_here = "<= (SELECT max(version)" if self._takes_newest() else "IN (SELECT version"
-        rows = self._database.checked_rows(
+        rows = self.database.checked_rows(
             _TASK_NAME,
             f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE drawn IS NULL "
             f"AND version {is_here} FROM versions WHERE info IS NOT NULL) ORDER BY version, group_id, attempt LIMIT ?",
@@ -273,12 +273,12 @@ class Store:
 
     def find_task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
         """Return a task and its result as the file has it; None for an unknown key, and before it is drawn."""
-        rows = self._database.checked_rows(_TASK_NAME, _TASK_OF_KEY, *key)
+        rows = self.database.checked_rows(_TASK_NAME, _TASK_OF_KEY, *key)
         return _read_task(rows[0]) if rows else (None, None)
 
     def add_results(self, drawn_tasks: Iterable[tuple[Task, GroupResult]], worker: str) -> None:
         """Keep the completions of tasks that have none."""
-        with self._database.transaction():
+        with self.database.transaction():
             for task, drawn in drawn_tasks:
                 self._store_task(task, drawn, worker)
 
@@ -287,13 +287,13 @@ class Store:
         if drawn is not None:
             of_drawn, body = (worker, drawn.tokens, max(map(max, drawn.versions))), encode_drawn([drawn])
         prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
-        self._database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, body)
+        self.database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, body)
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
         """Return the results of these tasks, each as `encode_drawn` writes it: the first, whatever its size, and as
         many others as stay below `most_bytes` together."""
         results, size = [], 0
-        with self._database.lock:
+        with self.database.lock:
             for key in keys:
                 if (drawn := self.find_task(key)[1]) is None:
                     continue
@@ -305,19 +305,19 @@ class Store:
 
     def workers_of(self, groups: Iterable[int]) -> dict[int, str]:
         """Return the worker that drew the last attempt of each of these groups."""
-        with self._database.lock:
+        with self.database.lock:
             last = "SELECT worker FROM tasks WHERE group_id = ? AND drawn IS NOT NULL ORDER BY attempt DESC LIMIT 1"
-            rows = {group: self._database.row(last, group) for group in groups}
+            rows = {group: self.database.row(last, group) for group in groups}
         return {group: row[0] for group, row in rows.items() if row}
 
     def rounds(self, count: int) -> list[dict[str, int]]:
         """Return tasks, results and tokens of the last rounds, the newest first."""
-        with self._database.lock:
-            newest = self._database.row("SELECT max(group_id) FROM tasks")[0]
+        with self.database.lock:
+            newest = self.database.row("SELECT max(group_id) FROM tasks")[0]
             if newest is None or self.known_run is None:
                 return []
             each = self.known_run.groups_per_round
-            rows = self._database.rows(
+            rows = self.database.rows(
                 "SELECT group_id / ?1 AS round, min(version), max(version), count(*), sum(drawn IS NOT NULL), "
                 "coalesce(sum(tokens), 0) FROM tasks WHERE group_id >= ?2 GROUP BY round ORDER BY round DESC",
                 each,
@@ -326,14 +326,10 @@ class Store:
         names = "round", "version", "last_version", "tasks", "drawn", "tokens"
         return [dict(zip(names, row, strict=True)) for row in rows]
 
-    def file_bytes(self) -> int:
-        """Return the bytes of the file and of the log beside it."""
-        return self._database.size()
-
     def count_open(self, version: int | None = None) -> int:
         """Return the number of tasks without a result: of a version, or of all."""
         of_version = "" if version is None else f" AND version = {version:d}"
-        return self._database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{of_version}")[0]
+        return self.database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{of_version}")[0]
 
 
 def _read_task(row: tuple) -> tuple[Task, bytes | None]:
