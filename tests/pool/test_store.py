@@ -391,12 +391,6 @@ def test_nothing_is_accepted_into_a_file_that_is_gone_or_replaced(path, tmp_path
     assert str(said[0]).startswith(f"pool_file={path!r}: {tmp_path / name} was moved, replaced or deleted")
 
 
-def test_one_pool_at_a_time_writes_to_a_file(store, path):
-    with pytest.raises(ConfigError, match="another pool writes to it"):
-        Store(path, damage)
-    store.set_run(RUN)  # the lock of the first one is as it was
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """No file may have more than a megabyte, as on a full disk (Python ignores SIGXFSZ: a write fails)."""
