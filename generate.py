@@ -11,6 +11,7 @@ imported: an engine may need other versions than the trainer.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shlex
@@ -22,9 +23,8 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
-from grpo.config.errors import ConfigError, allow_open_files, end_at_ctrl_c, say_once
+from grpo.config.errors import ConfigError, RewardError, allow_open_files, end_at_ctrl_c, on_end_signals, say_once
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # before the imports that take long
@@ -45,12 +45,17 @@ log = logging.getLogger("generate")
 def make_engine(config: WorkerConfig) -> Engine:
     """Make the engine that the settings name. Raises ConfigError if this machine cannot have it."""
     if config.engine == "vllm":
-        from grpo.workers.vllm_engine import VllmEngine, vllm_command
+        from grpo.workers.vllm_engine import SERVER, VllmEngine
 
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                f"engine='vllm': {sys.executable} has no vLLM: start generate.py with the python of an environment "
+                "that has"
+            )
         arguments = ["--trust-remote-code"] if config.trust_remote_code else []
         # Not in a temporary folder of weights, which is removed at the end.
         log_file = Path(config.weights_folder or tempfile.gettempdir()) / f"vllm-{os.getpid()}.log"
-        return VllmEngine(vllm_command(), log_file, [*arguments, *shlex.split(config.vllm_args or "")])
+        return VllmEngine([sys.executable, *SERVER], log_file, [*arguments, *shlex.split(config.vllm_args or "")])
     try:
         from grpo.workers.transformers_engine import TransformersEngine
     except ModuleNotFoundError as error:
@@ -63,8 +68,8 @@ def make_engine(config: WorkerConfig) -> Engine:
 
 def run(config: WorkerConfig) -> int:
     """Draw until a signal comes; return the exit code then. Raises what ends the worker."""
-    stop = threading.Event()
-    stopped = take_signals(stop)
+    stop, signals = threading.Event(), []
+    on_end_signals(lambda number: (signals.append(number), stop.set()))
     check_pool(config)
     with open_folder(config.weights_folder) as folder:
         worker = GenerationWorker(config, make_engine(config), folder, stop)
@@ -75,7 +80,7 @@ def run(config: WorkerConfig) -> int:
         worker.close()
     if work.done():
         work.result()  # raises what ended it
-    return 130 if stopped == [signal.SIGINT] else 0
+    return 130 if signals == [signal.SIGINT] else 0
 
 
 def check_pool(config: WorkerConfig) -> None:
@@ -87,29 +92,14 @@ def check_pool(config: WorkerConfig) -> None:
         PoolClient(config.pool, config.token, check_certificates(config.ref_ca_file), request_timeout=5.0).run()
 
 
-def take_signals(stop: threading.Event) -> list[int]:
-    """Let SIGINT and SIGTERM set `stop`. Return the list that gets the signal's number."""
-    stopped: list[int] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)  # a second signal ends the process at once
-        stopped.append(number)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    return stopped
-
-
 def main() -> int:
     config = parse_arguments(WorkerConfig, __doc__)
     start_logging()
     try:
         allow_open_files()
         return run(config)
-    except (ConfigError, ServerError, WorkerFailed) as error:
-        say_once(str(error))
+    except (ConfigError, RewardError, ServerError, WorkerFailed) as error:
+        say_once(str(error), getattr(error, "traceback", ""))
         return 2 if isinstance(error, ConfigError) else 1
     except Exception:  # a defect of ours
         traceback.print_exc()

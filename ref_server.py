@@ -18,15 +18,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
 
-from grpo.config.errors import ConfigError, end_at_ctrl_c, say_once
+from grpo.config.errors import ConfigError, end_at_ctrl_c, on_end_signals, say_once
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # before the imports that take long
@@ -147,15 +145,12 @@ def run(config: ServerConfig) -> int:
     # Listen before loading: a port that is taken is reported at once, and /health can say "loading".
     threading.Thread(target=server.run, name="http", daemon=True).start()
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        for ending in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(ending, signal.SIG_DFL)  # a second signal ends the process at once
+    def end(_: int) -> None:
         if service.info.status == "loading":
             raise SystemExit(0)
         service.stop.set()
 
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, on_signal)
+    on_end_signals(end)
     source = config.pool_file or config.model_name_or_path
     log.info("loading %s; listening on %s (to watch it, open that in a browser)", source, server.url)
     service.load()

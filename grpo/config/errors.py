@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,19 @@ def end_at_ctrl_c() -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as under nohup
         signal.signal(signal.SIGINT, end)
+
+
+def on_end_signals(end: Callable[[int], None]) -> None:
+    """Call `end` with the number of the first SIGINT or SIGTERM; a second one ends the process at once."""
+    numbers = signal.SIGINT, signal.SIGTERM
+
+    def on_signal(number: int, _) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+        end(number)
+
+    for number in numbers:
+        signal.signal(number, on_signal)
 
 
 def first_here() -> bool:

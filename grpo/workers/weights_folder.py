@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from grpo.client.server_errors import FileFailure, ServerError
@@ -24,7 +24,7 @@ from grpo.config.errors import ConfigError
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import DeltaError, apply_delta, sha256_of
 from grpo.pool.protocol import ADAPTER, RunInfo, Version
-from grpo.workers.engine import WorkerFailed
+from grpo.workers.engine import EngineError, WorkerFailed
 
 log = logging.getLogger(__name__)
 
@@ -84,26 +84,19 @@ class ModelFolder:
 
         Return None if the pool has dropped the version. Raises ServerError, WorkerFailed, and as Retrier.
         """
+        return self._try_again(lambda: self._bring(number, sha256))
 
-        def bring() -> Version | None:
-            versions = {version.version: version for version in self._patience(self._client.versions)}
-            version = versions.get(number)
-            if version is None or version.sha256 != sha256:
-                return None
-            began, read = time.monotonic(), self._bring(version, versions)
-            log.info("version %d: %.1f MB in %.1f s", number, read / 1e6, time.monotonic() - began)
-            return version
-
-        return self._try_again(bring)
-
-    def _bring(self, target: Version, versions: dict[int, Version]) -> int:
-        """Bring the weights of a version; return the fetched bytes."""
+    def _bring(self, number: int, sha256: str) -> Version | None:
+        versions = {version.version: version for version in self._patience(self._client.versions)}
+        target, began, read = versions.get(number), time.monotonic(), 0
+        if target is None or target.sha256 != sha256:
+            return None
         start, deltas = _chain(target, versions, lambda version: version.sha256 == self.sha256)
         if start is None or len(deltas) > _MOST_DELTAS:
             start, deltas = _chain(target, versions, lambda version: version.whole)
             if start is None:
                 raise FileFailure(f"has no whole file from which deltas lead to version {target.version}")
-        read, delta = 0, self._folder / "delta"
+        delta = self._folder / "delta"
         if start.sha256 != self.sha256:
             read = self._fetch_whole(start.sha256)
         for version in deltas:
@@ -111,7 +104,8 @@ class ModelFolder:
             apply_delta(self._weights, delta, self._weights, version.sha256)
             self.sha256 = version.sha256
             delta.unlink()
-        return read
+        log.info("version %d: %.1f MB in %.1f s", number, read / 1e6, time.monotonic() - began)
+        return target
 
     def _fetch_whole(self, sha256: str) -> int:
         """Fetch a file in the place of the weights; return its bytes."""
@@ -122,7 +116,6 @@ class ModelFolder:
         return read
 
     def _fetch(self, sha256: str, path: Path) -> int:
-        """Fetch a file; return its bytes."""
         for part in self._folder.glob("*.part"):
             if part.stem != sha256:  # of a version that was wanted before
                 part.unlink()
@@ -169,19 +162,20 @@ def versions_file(run: RunInfo, folder: Path) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return dtype and shape of each tensor of a safetensors file. Raises OSError, SafetensorError if it is not whole.
-
-    Dtypes are as safetensors names them: F32.
-    """
-    with safe_open(path, framework="numpy") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
+    """Return dtype, as the file names it, and shape of each tensor. Raises EngineError if the file is not whole."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"{path}: {error}") from error
 
 
 def dtype_of(folder: Path) -> str:
-    """Return the dtype of most of a model folder's weights."""
+    """Return the dtype of most of a model folder's weights, as torch names it if an engine may have it."""
     dtypes = [dtype for dtype, _ in read_tensors(folder / WEIGHTS).values()]
-    return max(dtypes, key=dtypes.count)
+    dtype = max(dtypes, key=dtypes.count)
+    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(dtype, dtype)
 
 
 _LOCK, _PREFIX = "lock", "grpo-worker-"

@@ -5,7 +5,6 @@ import json
 import logging
 import shutil
 import threading
-import time
 from contextlib import contextmanager
 from itertools import chain
 
@@ -18,7 +17,7 @@ from servers import wait_until
 from transformers import GenerationConfig
 
 from grpo.client.server_errors import ServersUnavailable
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
 from grpo.data.records import Example, Rollout
 from grpo.model.trial import make_batcher
@@ -150,18 +149,23 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
         assert answers > 10
         trainer.client.put_tasks([Task(20, 0, 0, PROMPTS[0], '{"secret": "none"}')])
         wait_until(lambda: ended)
-    assert isinstance(ended[0], WorkerFailed) and str(ended[0]).startswith(f"environment='{environment}': reset")
+    assert isinstance(ended[0], RewardError) and str(ended[0]).startswith(f"environment='{environment}': reset")
     turns.close()
 
 
-def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time(pool, trainer, tmp_path):
-    engine = PlainEngine(capacity=3, holds=True)
+def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time_also_with_a_slow_pool(
+    pool, trainer, tmp_path, monkeypatch
+):
+    engine, send, is_quick = PlainEngine(capacity=3, holds=True), PoolClient.results, threading.Event()
+    monkeypatch.setattr(PoolClient, "results", lambda *arguments: is_quick.wait() and send(*arguments))
     trainer.publish(0)
-    tasks = trainer.put_tasks(0, range(8))
+    tasks = trainer.put_tasks(0, range(20))
     with working(pool, tmp_path / "worker", engine):
         wait_until(lambda: engine.most_at_a_time == 3)
-        assert trainer.client.status()["tasks"] == {"leased": 3, "waiting": 5}
+        assert trainer.client.status()["tasks"] == {"leased": 3, "waiting": 17}
         engine.go.set()
+        wait_until(lambda: engine.draws == 20)  # while none is sent
+        is_quick.set()
         trainer.wait(tasks)
     assert engine.most_at_a_time == 3
 
@@ -321,7 +325,6 @@ def test_a_pool_that_goes_and_comes_back_costs_time_only(model_folder, tmp_path,
             pool.end()
             engine.go.set()  # what is drawn waits for the pool too
             wait_until(lambda: "asking again for 900 s" in caplog.text)
-            time.sleep(0.5)
             with running_pool(tmp_path, port=pool.port):
                 trainer.wait(tasks)
                 wait_until(lambda: "answers again" in caplog.text)  # once every thread of the worker has its answer
@@ -352,19 +355,18 @@ def test_a_pool_with_another_run_ends_the_worker(trainer, pool, model_folder, tm
     assert str(ended[0]) == f"{pool.url} has another run now: start the worker again"
 
 
-class SlowLine(PoolClient):
-    def send_file(self, source, sha256):
-        time.sleep(1)
-        super().send_file(source, sha256)
-
-
 def test_without_a_run_or_weights_it_waits_and_says_so(pool, model_folder, tmp_path, caplog):
+    class LateFiles(PoolClient):
+        """The pool has the run before the model's files, and an adapter's base."""
+
+        def send_file(self, source, sha256):
+            wait_until(lambda: f"{pool.url} has no weights yet: waiting for the trainer" in caplog.text)
+            super().send_file(source, sha256)
+
     caplog.set_level(logging.INFO)
     with working(pool, tmp_path / "worker", PlainEngine()):
         wait_until(lambda: f"{pool.url} has no run yet: waiting for a trainer" in caplog.text)
-        # The pool has the run before the model's files, and an adapter's base.
-        trainer = Trainer(SlowLine(pool.url), model_folder, tmp_path / "trainer")
-        wait_until(lambda: f"{pool.url} has no weights yet: waiting for the trainer" in caplog.text)
+        trainer = Trainer(LateFiles(pool.url), model_folder, tmp_path / "trainer")
         trainer.publish(0)
         trainer.wait(trainer.put_tasks(0, range(2)))
 

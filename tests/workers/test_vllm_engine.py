@@ -313,14 +313,10 @@ def test_an_engine_that_dies_at_its_first_request_gives_the_reason(make, run, mo
     engine.close()
 
 
-def test_an_engine_that_does_not_start_gives_the_reason(make_fake, run, model_folder):
-    with pytest.raises(EngineError, match="^vLLM ended with code 1: ValueError: Free memory on device"):
-        make_fake("dies_at_start").start(run, model_folder, 0)
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        ("dies_at_start", "^vLLM ended with code 1: ValueError: Free memory on device"),
         ("loses_weights", "^/collective_rpc: vLLM answered 500"),
         ("keeps_cache", "^/reset_prefix_cache: vLLM keeps what"),
         ("hangs_at_draw", r"^vLLM drew no token for 1 s and was ended"),
@@ -328,10 +324,10 @@ def test_an_engine_that_does_not_start_gives_the_reason(make_fake, run, model_fo
         ("mixes_weights", r"^/inference/v1/generate: completions of weights \[0, 6\]"),
     ],
 )
-def test_a_reload_that_fails_and_a_draw_that_cannot_be_trusted_are_errors(make_fake, run, folders, fault, message):
+def test_what_fails_and_a_draw_that_cannot_be_trusted_are_errors_with_a_reason(make_fake, run, folders, fault, message):
     engine = make_fake(fault, stall_seconds=1 if fault == "hangs_at_draw" else 30)
-    engine.start(run, folders["untied0"], 0)
     with pytest.raises(EngineError, match=message):
+        engine.start(run, folders["untied0"], 0)
         if fault in ("loses_weights", "keeps_cache"):
             engine.load(folders["untied1"], 1)
         else:
