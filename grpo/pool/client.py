@@ -99,7 +99,7 @@ class PoolClient:
         self._vocab_size = run.vocab_size
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """Put up to MOST_TASKS tasks. Raises ServerError if the pool has another prompt for one of them."""
+        """Put up to MOST_TASKS tasks. Raises ServerError if the pool has one of them with other content."""
         self._ask(wire.TASKS_PATH, encode_tasks(tasks))
 
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
@@ -149,7 +149,7 @@ class PoolClient:
         """Send a file, from the end of an earlier call's part. The pool gets no byte that it has."""
 
         def post(query: dict, data: bytes) -> requests.Response:
-            with self._send("POST", wire.FILES_PATH, query, data) as response:
+            with self._send("POST", wire.FILES_PATH, params=query, data=data) as response:
                 response.content  # noqa: B018 reads the body, so that the connection can be used again
             return response
 
@@ -166,8 +166,8 @@ class PoolClient:
         part, size = path.with_name(f"{sha256}.part"), None
         with open(part, "ab") as file:
             while size is None or file.tell() < size:
-                headers = {"Range": f"bytes={file.tell()}-"}
-                with self._send("GET", wire.FILES_PATH, {"sha256": sha256}, headers=headers) as response:
+                request = {"params": {"sha256": sha256}, "headers": {"Range": f"bytes={file.tell()}-"}, "stream": True}
+                with self._send("GET", wire.FILES_PATH, **request) as response:
                     size = self._append(response, file)
         if sha256_of(part) != sha256:
             part.unlink()
@@ -197,28 +197,17 @@ class PoolClient:
 
     def _ask(self, path: str, body: bytes | None = None, query: dict | None = None, wait: float = 0.0) -> bytes:
         """GET, or POST a body, and return that of the answer."""
-        with self._send("GET" if body is None else "POST", path, query, body, wait=wait) as response:
+        with self._send("GET" if body is None else "POST", path, wait, params=query, data=body) as response:
             return response.content
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        query: dict | None = None,
-        body: bytes | None = None,
-        wait: float = 0.0,
-        headers: dict | None = None,
-    ) -> requests.Response:
+    def _send(self, method: str, path: str, wait: float = 0.0, **request: Any) -> requests.Response:
         """Return a response with status 200, 206 or 416; to GET run also 404 with the code no_run.
 
-        With `headers` the response is a stream. Raises RequestFailure if another try may help, ResultRefused,
-        ServerError.
+        `request` is what requests takes. Raises RequestFailure if another try may help, ResultRefused, ServerError.
         """
         timeout = CONNECT_SECONDS, self._seconds + wait
         try:
-            response = self._session().request(
-                method, self.url + path, query, body, headers, timeout=timeout, stream=headers is not None
-            )
+            response = self._session().request(method, self.url + path, timeout=timeout, **request)
             if (status := response.status_code) in (200, 206, 416):
                 return response
             with response:
