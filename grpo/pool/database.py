@@ -61,7 +61,13 @@ class Database:
         self.path, self._on_damage = path, on_damage
         self.setting = f"pool_file={path!r}"  # the first words of messages about the file
         self.lock = threading.RLock()  # a caller holds it over several reads of one state
-        self._file = _lock_file(path, self.setting)
+        try:
+            self._file = lock_file(path)
+        except BlockingIOError as error:
+            reason = "another pool writes to it"
+            raise unusable(self.setting, reason, "wait for its end, or name another file") from error
+        except OSError as error:
+            raise unusable(self.setting, error.strerror, "name a file to write to") from error
         try:
             self._connection = _open(path, self.setting)
         except ConfigError:
@@ -150,17 +156,14 @@ def open_read_only(path: str, setting: str) -> sqlite3.Connection:
     return connection
 
 
-def _lock_file(path: str, setting: str) -> int:
-    """Return a descriptor that keeps other pools from the file. Raises ConfigError."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise unusable(setting, error.strerror, "name a file to write to") from error
+def lock_file(path: str | Path) -> int:
+    """Make and lock a file; return its descriptor. Raises BlockingIOError if another process has locked it, OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
-    except OSError as error:
+    except OSError:
         os.close(file)
-        raise unusable(setting, "another pool writes to it", "wait for its end, or name another file") from error
+        raise
     return file
 
 

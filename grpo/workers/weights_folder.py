@@ -5,7 +5,6 @@ Of a run that trains an adapter a version is the adapter's weights alone; the ba
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -22,6 +21,7 @@ from safetensors.numpy import load_file
 from grpo.client.server_errors import FileFailure, ServerError
 from grpo.config.errors import ConfigError
 from grpo.pool.client import PoolClient, Retrier
+from grpo.pool.database import lock_file
 from grpo.pool.delta import DeltaError, apply_delta, sha256_of
 from grpo.pool.protocol import ADAPTER, RunInfo, Version
 from grpo.workers.engine import EngineError, WorkerFailed
@@ -202,7 +202,7 @@ def _take(path: str) -> tuple[Path, int]:
     folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return folder, _lock(folder / _LOCK)
+        return folder, lock_file(folder / _LOCK)
     except BlockingIOError as error:
         raise ConfigError(f"weights_folder={path!r}: another worker uses it: name another folder") from error
     except OSError as error:
@@ -213,21 +213,10 @@ def _make_temporary() -> tuple[Path, int]:
     """Make a folder, after removing those of workers that were killed: each has the weights of a model."""
     for lost in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         with suppress(OSError):  # a worker that runs, another user's, or another worker is removing it
-            lock = _lock(lost)
+            lock = lock_file(lost)
             shutil.rmtree(lost.parent, ignore_errors=True)
             os.close(lock)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = _lock(folder / "new")
+    lock = lock_file(folder / "new")
     os.rename(folder / "new", folder / _LOCK)  # locked from the first: another worker may be looking
     return folder, lock
-
-
-def _lock(path: Path) -> int:
-    """Make and lock a file; return its descriptor. Raises BlockingIOError if another process has locked it."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise
-    return file
