@@ -30,7 +30,6 @@ if __name__ == "__main__":
     end_at_ctrl_c()  # before the imports that take long
 
 from grpo.client.server_errors import RequestFailure, ServerError
-from grpo.client.sessions import check_certificates
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
 from grpo.config.programs import WorkerConfig
@@ -89,7 +88,7 @@ def check_pool(config: WorkerConfig) -> None:
     A pool that does not answer may do so later.
     """
     with suppress(RequestFailure):
-        PoolClient(config.pool, config.token, check_certificates(config.ref_ca_file), request_timeout=5.0).run()
+        PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
 
 
 def main() -> int:

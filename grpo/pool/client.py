@@ -25,6 +25,7 @@ from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused
 from grpo.client.sessions import (
     CONNECT_SECONDS,
     RETRIED,
+    check_certificates,
     connection_error,
     connection_failed,
     open_session,
@@ -64,19 +65,14 @@ class PoolClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        token: str | None = None,
-        verify: str | bool = True,
-        request_timeout: float = 120.0,
-        name: str = "",
+        self, url: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
     ):
-        """`verify` is the result of check_certificates; `name` goes into User-Agent, for the log of a proxy.
+        """`request_timeout`: seconds without an answer, added to those that the pool is asked to wait.
 
-        `request_timeout`: seconds without an answer, added to those that the pool is asked to wait.
+        Raises ServerError if `ref_ca_file` holds no certificate.
         """
         self.url = url.rstrip("/")
-        self._token, self._verify, self._seconds, self._name = token, verify, request_timeout, name
+        self._token, self._verify, self._seconds = token, check_certificates(ref_ca_file), request_timeout
         self._per_thread = threading.local()
         self._vocab_size = LARGEST_ID  # until the run is known
         self.moved_at = -math.inf  # time.monotonic() of the last part of a file that came or went
@@ -232,9 +228,7 @@ class PoolClient:
 
     def _session(self) -> requests.Session:
         if not hasattr(self._per_thread, "session"):
-            session = open_session(self._token, self._verify, wire.CONTENT_TYPE)
-            session.headers["User-Agent"] = f"grpo {self._name}".encode("ascii", "replace").decode().strip()
-            self._per_thread.session = session
+            self._per_thread.session = open_session(self._token, self._verify, wire.CONTENT_TYPE)
         return self._per_thread.session
 
 

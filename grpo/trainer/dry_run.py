@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from grpo.client.connection import Connection
 from grpo.client.reference import check_reference
 from grpo.client.server_errors import RequestFailure, ServerError
-from grpo.client.sessions import check_certificates
 from grpo.config.errors import COMMAND, ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe_without_weights
@@ -146,7 +145,7 @@ def _ready(model_info: ModelInfo) -> str:
 
 
 def _pool(config: TrainerConfig, url: str) -> str:
-    pool = PoolClient(url, config.token, check_certificates(config.ref_ca_file))
+    pool = PoolClient(url, config.token, config.ref_ca_file)
     run, status = pool.run(), pool.status()
     return f"is a pool {f'of run {run.name}' if run else 'of no run yet'}; {describe_workers(status, url)}"
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.client.base import BETWEEN_LINES, FIRST_LINE
 from grpo.client.server_errors import RequestFailure, ServerError, ServersLost
-from grpo.client.sessions import check_certificates
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
@@ -83,11 +82,10 @@ _LONG_POLL = 5.0  # seconds; a signal is heeded after so many
 _MOST_COLUMNS = 32 << 20  # bytes of a request, half of a pool's limit
 
 
-def connect(config: TrainerConfig, name: str) -> PoolClient:
-    """Return a client of the pool, which need not run yet. `name` is the run's. Raises ServerError where another
-    program answers, or one that wants another token."""
-    verify = check_certificates(config.ref_ca_file)
-    pool = PoolClient(config.pool, config.token, verify, config.ref_request_timeout, name)
+def connect(config: TrainerConfig) -> PoolClient:
+    """Return a client of the pool, which need not run yet. Raises ServerError where another program answers, or one
+    that wants another token."""
+    pool = PoolClient(config.pool, config.token, config.ref_ca_file, config.ref_request_timeout)
     with suppress(RequestFailure):
         pool.run()
     return pool

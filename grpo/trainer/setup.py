@@ -91,7 +91,7 @@ def set_up(
     description = _describe_run(config, inputs, world_size, checkpoint)
     any_version = config.ref_update_steps > 0 and (checkpoint is not None or has_begun(folder))
     client, reference = _reach_reference(config, folder, any_version)
-    pool = connect(config, folder.name) if config.pool else None
+    pool = connect(config) if config.pool else None
     started, _ = start_rewards(inputs.reward_funcs, config, device, folder.name)
     rewarder = Rewarder(inputs.rewards, started, config)
 

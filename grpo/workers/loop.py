@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
-from grpo.client.sessions import check_certificates
 from grpo.config.programs import WorkerConfig
 from grpo.pool.client import LeaseReply, PoolClient, Retrier, Stopped
 from grpo.pool.protocol import GroupResult, Lease, Task, Version
@@ -68,8 +67,7 @@ class GenerationWorker:
         self.stop = stop or threading.Event()
         self._config, self._engine, self._is_started = config, engine, False
         self._turns: WorkerTools | None = None
-        verify = check_certificates(config.ref_ca_file)
-        self._new_client = partial(PoolClient, config.pool, config.token, verify, name=self.name)
+        self._new_client = partial(PoolClient, config.pool, config.token, config.ref_ca_file)
         self._client = self._new_client()
         self._patience = Retrier(self._client, config.pool_deadline, self.stop)
         self._senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")

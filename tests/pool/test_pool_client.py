@@ -14,7 +14,6 @@ from servers import fake
 from stored import sha
 
 from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError
-from grpo.client.sessions import check_certificates
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.protocol import GroupResult, Probe, Task, Version
 
@@ -64,7 +63,7 @@ def test_https_with_an_authority_of_ones_own(pool, tmp_path):
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.cert_pem.write_to_path(tmp_path / "ours.pem")
     with closing(Proxy(pool.port, tls=context)) as front:
-        assert PoolClient(front.url, "secret", check_certificates(str(tmp_path / "ours.pem"))).status()
+        assert PoolClient(front.url, "secret", str(tmp_path / "ours.pem")).status()
         with pytest.raises(ServerError, match=r"does not verify \(.*set ref_ca_file to the PEM"):
             PoolClient(front.url, "secret").status()
 
