@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -301,9 +301,11 @@ class PoolRun:
         Returns when the last version is in the run's folder: a checkpoint of this step may need it.
         """
         self._publisher.wait_written()
-        with suppress(RequestFailure, ServerError):  # the next round waits for the pool, or ends the run
+        try:
             for start in range(0, len(drifts), MOST_TASKS):
                 self._pool.report_drift(drifts[start : start + MOST_TASKS])
+        except (RequestFailure, ServerError) as error:  # the next round waits for the pool, or ends the run
+            log.warning("the pool %s was not told of drift: %s", self._pool.url, error)
 
     def close(self) -> None:
         self._publisher.close()
