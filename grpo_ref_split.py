@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
 from grpo.config.trainer import TrainerConfig
-from grpo.run.signals import Launcher
+from grpo.run.exit import Launcher
 
 if __name__ == "__main__":
     LAUNCHER = Launcher()  # from the first moment on: a launcher may end while all this is imported
@@ -45,15 +45,12 @@ from grpo.report.summary import summary
 from grpo.run.collective import on_first
 from grpo.run.exit import run_to_the_end
 from grpo.run.folder import SaveError, open_repo, push_model
-from grpo.run.metrics import PhaseClock
 from grpo.run.preflight import check_alike, describe_inputs, find_run
 from grpo.run.run_folder import find_run_folder
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
-from grpo.trainer.inputs import read_inputs
 from grpo.trainer.out_of_memory import OutOfMemory
 from grpo.trainer.record import (
-    evaluate_first,
     evaluate_policy,
     finish,
     progress_bar,
@@ -62,7 +59,7 @@ from grpo.trainer.record import (
     record_step,
     saved_at_the_end,
 )
-from grpo.trainer.setup import Run, set_up
+from grpo.trainer.setup import Run, read_inputs, set_up
 from grpo.trainer.step import update
 from grpo.trainer.step_result import coefficients, step_result
 
@@ -92,24 +89,19 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
     config, progress = run.config, run.progress
-    evaluated = evaluate_first(run)
+    evaluated = evaluate_policy(run, 0) if progress.step == 0 and run.evaluation_is_due(0) else {}
     for step in (bar := progress_bar(run)):
-        run.ranks.watchdog.step, run.ranks.watchdog.clock = step, (clock := PhaseClock())
-        current, lost = coefficients(run), []
-
+        clock, current, lost = run.ranks.watchdog.begin(step), coefficients(run), []
         # Sample, reward while the reference is at work, and compare within each group.
         batch = run.batch_for(step, current.beta, clock)
-
         # The reference's log-probs are fetched on the way, after the policy's own forward pass.
         with clock("update"):
             beta, entropy_coef = current.beta, current.entropy_coef
             stats = update(run.engine, batch.samples, config, run.batcher, clock, beta, entropy_coef, batch.requests)
-
         if run.reference_is_due(step):
             with clock("publish_ref"), raised_later(lost):
                 progress.ref_step = step
                 run.publisher.publish(step, needed=run.checkpoints.references())
-
         result = step_result(run, step, batch, stats, current, clock)
         progress.step, progress.evaluated = step, {}
         if run.evaluation_is_due(step):
@@ -119,23 +111,19 @@ def optimize(run: Run) -> None:
         record_step(run, bar, step, batch, result, evaluated)
         if config.save_steps and step % config.save_steps == 0:
             run.checkpoints.save(run.engine, progress)
-        if lost:
-            raise lost[-1]
-        raise_if_over(run, step, result)
+        raise_if_over(run, step, result, lost)
 
 
 def show_end(config: TrainerConfig, folder: Path) -> None:
-    """Print the run's table, draw its curves, say where the model is, and push it. A run without curves has succeeded
-    too."""
-    model = folder / "model"
+    """Print the run's table, draw its curves, say where the model is, and push it."""
     try:
         print(summary(folder), flush=True)
-        log.info("done: model in %s, curves in %s", model, draw_curves(folder))
-    except (OSError, ConfigError) as error:
-        log.warning("the curves could not be drawn: %s; 'python -m grpo.report %s' shows them", error, folder)
-        log.info("done: model in %s", model)
+        curves = f"curves in {draw_curves(folder)}"
+    except (OSError, ConfigError) as error:  # the run has succeeded all the same
+        curves = f"but no curves ({error}): 'python -m grpo.report {folder}' shows them"
+    log.info("done: model in %s, %s", folder / "model", curves)
     if config.push_to_hub:
-        push_model(model, config.hub_model_id)
+        push_model(folder / "model", config.hub_model_id)
 
 
 if __name__ == "__main__":

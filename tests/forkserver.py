@@ -85,7 +85,7 @@ def _is_program(words: list[str]) -> bool:
     rest = words[1:] if Path(words[0]).name.startswith("python") else [Path(words[0]).name]
     rest = [word for word in rest if word != "-u"]
     if rest[:1] == ["-c"]:
-        return "run_path('ref_server.py'" in rest[1] or "grpo.run.signals" in rest[1]
+        return "run_path('ref_server.py'" in rest[1] or "grpo.run.exit" in rest[1]
     return " ".join(rest[:2]).removeprefix(f"{REPOSITORY}/").startswith(PROGRAMS)
 
 

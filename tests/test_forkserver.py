@@ -13,7 +13,7 @@ from trainer_runs import check_alike, lines, one_line, options, run_ranks
 
 # It is taken for a program of ours by its second line; what follows tells of itself.
 PROGRAM = """
-import grpo.run.signals, os, signal, sys, time
+import grpo.run.exit, os, signal, sys, time
 print(os.getcwd(), sys.argv, os.environ["ASKED"], os.getsid(0) == os.getpid(), flush=True)
 print(sys.stdin.read(), "to stderr", file=sys.stderr)
 if sys.argv[1] == "wait":
@@ -59,7 +59,7 @@ def test_a_fork_is_a_child_with_a_name_and_dies_of_signals(tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.parametrize(("changes", "forked"), [({"ASKED": "no"}, True), ({"HF_HOME": "/nowhere"}, False)])
 def test_an_environment_that_libraries_read_when_imported_is_started_plainly(changes, forked):
-    script = "import sys; print('torch' in sys.modules)  # grpo.run.signals"
+    script = "import sys; print('torch' in sys.modules)  # grpo.run.exit"
     environment = ENVIRONMENT | changes
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == f"{forked}\n"

@@ -32,9 +32,9 @@ from grpo.data.records import StepBatch
 from grpo.model.lora import trained_alone
 from grpo.model.pictures import PictureProcessor
 from grpo.run.collective import from_first, gather
-from grpo.run.description import RunDescription, check_same
 from grpo.run.exit import how_to_continue
 from grpo.run.folder import SaveError, describe_room, put_in_place, to_disk, write_model
+from grpo.run.preflight import RunDescription, check_same
 from grpo.run.run_folder import PROGRESS, Sums, checkpoints, read_progress, readable, sum_files, write_progress
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,11 @@ log = logging.getLogger(__name__)
 ENGINE = "engine"
 LOAD_UNIVERSAL = {"load_universal": True}  # in DeepSpeed's section "checkpoint": it loads what `to_universal` wrote
 
-_MOVED = {
+_MOVED = {  # the new modules of classes that older checkpoints name by their former modules
     "grpo.rollouts.records": "grpo.data.records",
     "grpo.wire.pictures": "grpo.wire.picture_files",
     "grpo.wire.turns": "grpo.wire.tool_outcomes",
 }
-"""the new modules of classes that older checkpoints name by their former modules"""
 
 
 @dataclass
@@ -155,12 +154,8 @@ class Checkpoints:
         if failure is not None:
             if self.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            # The trained weights, for others and for DeepSpeed, and in float32 with AdamW's two moments.
-            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-            size = sum(2 * parameter.nbytes + 12 * parameter.numel() for parameter in trained) >> 20
             raise SaveError(
-                f"{final} could not be saved: {failure}: nothing was left there. It takes about {size} MiB: make room; "
-                f"{self.way_on()}"
+                f"{final} could not be saved: {failure}: nothing was left there: make room; {self.way_on()}"
             )
         if self.rank == 0:
             self.delete_old()

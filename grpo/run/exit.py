@@ -1,21 +1,189 @@
-"""Ends a program that may be one of several ranks: with one line that says why, and an exit code."""
+"""Ends a program that may be one of several ranks: with one line that says why, and an exit code; at a signal, too.
+
+The first SIGINT, SIGTERM or SIGHUP lets a run finish its step and save, a second one ends it at once. Of the deepspeed
+launcher's two processes the upper one dies of a signal and leaves everything running; the lower one passes it on, and
+kills the ranks after 30 seconds. So each rank watches both from its first moment on: a launcher that is gone counts as
+a signal, and the lower process is stopped (SIGSTOP) until the rank has ended. The program that reads the ranks' output
+(tee, ssh) may die of the same Ctrl-C, or alone: a closed stdout or stderr counts as a signal too, and is no error.
+"""
 
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import shlex
 import signal
+import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
+
+import psutil
 
 from grpo.config.console import start_logging
 from grpo.config.errors import COMMAND, ConfigError, allow_open_files, first_here, is_first_rank, program_name, say_once
+
+_GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the first one, passed on by the launcher
+_LOOK = 0.5  # seconds between two looks at the launcher
+
+
+class Launcher:
+    """The launcher's process that started this rank, and the one above it. Make it before anything that takes time:
+    from then on a thread watches both, and ends this process when one of them is gone."""
+
+    def __init__(self) -> None:
+        above = psutil.Process().parents()
+        self.process = above[0].pid if above and _is_launcher(above[0]) else 0  # the lower one; 0 without a launcher
+        self.on_gone: Callable[[], None] = _end_before_first_step  # the thread calls it when one of them is gone
+        self._upper_process = _parent(self.process) if self.process else 0
+        if self.process:
+            threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+        # Only the launcher sets this variable (`deepspeed --launcher mpich` sets LOCAL_SIZE too): it has ended already,
+        # unless a wrapper that the user names stands between it and the rank.
+        elif "CROSS_SIZE" in os.environ and not any(map(_is_launcher, above)):
+            _end_before_first_step()
+
+    def _watch(self) -> None:
+        gone = _is_orphan(self.process)
+        while not gone:
+            time.sleep(_LOOK)
+            gone = os.getppid() != self.process or _parent(self.process) != self._upper_process
+        self.on_gone()
+
+
+class StopSignals:
+    """Catch the signals that ask this process to stop: the first one only sets `asked`. A thread reads them, as the
+    main thread may be in a collective."""
+
+    def __init__(self, launcher: Launcher, event: threading.Event | None = None) -> None:
+        """`event` is set when a signal asks."""
+        self._event = event or threading.Event()
+        self.asked = 0  # number of the signal that asked to stop; 0 before there was one
+        self._asked_at = 0.0
+        self._launcher_hold: subprocess.Popen | None = None
+        self._launcher = launcher.process
+        self._pipe, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        # A terminal sends SIGHUP when it closes; under nohup the signal is ignored already.
+        hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hang_up else [])):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(wakeup)
+        sys.stdout = _Output(sys.stdout, partial(self._ask_unless_asked, "stdout was closed"))
+        sys.stderr = _Output(sys.stderr, partial(self._ask_unless_asked, "stderr was closed"))
+        threading.Thread(target=self._read_signals, name="signals", daemon=True).start()
+        launcher.on_gone = partial(self._ask_unless_asked, "the launcher is gone")
+
+    def _read_signals(self) -> None:
+        while True:
+            for number in os.read(self._pipe, 64):
+                self._handle(number)
+
+    def _handle(self, number: int) -> None:
+        ranks_here = int(os.environ.get("LOCAL_SIZE", "1"))
+        if number == signal.SIGTERM and self._launcher and _count_children(self._launcher) < ranks_here:
+            os._exit(128 + number)  # another rank has died, and the launcher ends the rest
+        if not self.asked:
+            self._ask(number, signal.Signals(number).name)
+        elif number != signal.SIGHUP:  # a closed terminal and its shell send one each
+            # The passed-on signal may be handled first: where two are pending, Linux runs SIGTERM's handler first.
+            passed_on = signal.SIGTERM in (number, self.asked) and time.monotonic() < self._asked_at + _GRACE
+            if not passed_on:
+                os._exit(128 + number)
+            self.asked = min(self.asked, number)  # SIGINT of a Ctrl-C
+
+    def _ask_unless_asked(self, reason: str) -> None:
+        if not self.asked:
+            self._ask(signal.SIGTERM, reason)
+
+    def _ask(self, number: int, reason: str) -> None:
+        self.asked, self._asked_at = number, time.monotonic()
+        self._event.set()
+        if first_here():
+            if self._launcher:
+                self._launcher_hold = _hold(self._launcher)
+            print(f"\n{reason}: stopping after this step; once more ends it at once", file=sys.stderr, flush=True)
+
+
+class _Output:
+    """A stream whose reader may go away: then `on_closed` is called, and the text goes to /dev/null from then on."""
+
+    def __init__(self, stream: TextIO, on_closed: Callable[[], None]) -> None:
+        self._stream, self._on_closed = stream, on_closed
+
+    def write(self, text: str) -> int:
+        self._attempt(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, action: Callable, *arguments: str) -> None:
+        try:
+            action(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a pipe without a reader, a terminal that was closed
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            self._on_closed()
+
+
+def _hold(launcher: int) -> subprocess.Popen:
+    """Stop the launcher until this process has ended, in whatever way. A shell continues it when `cat` ends, which is
+    when no process has the other end of its pipe any more."""
+    script = f"kill -STOP {launcher}; cat >/dev/null; kill -CONT {launcher}"
+    return subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _end_before_first_step() -> None:
+    try:
+        if first_here():
+            say_once("the launcher is gone, and no step was done: start it again")
+    finally:  # also where nobody reads the line any more
+        os._exit(128 + signal.SIGTERM)
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "deepspeed.launcher.launch" in process.cmdline()
+    return False
+
+
+def _is_orphan(process: int) -> bool:
+    """Return whether the parent that started the process is gone already. A process has its parent's session or leads a
+    session of its own; the process that adopts an orphan has another one."""
+    with suppress(psutil.Error, ProcessLookupError):
+        if parent := _parent(process):
+            return os.getsid(process) not in (os.getsid(parent), process)
+    return False
+
+
+def _parent(process: int) -> int:
+    """Return the parent's id; 0 if the process is gone."""
+    with suppress(psutil.Error):
+        return psutil.Process(process).ppid()
+    return 0
+
+
+def _count_children(process: int) -> int:
+    """Count the processes that it started and that have not ended."""
+    with suppress(psutil.NoSuchProcess):  # also of a child that ends meanwhile: the others end with it
+        return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(process).children())
+    return 0
+
 
 _GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
 

@@ -28,6 +28,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import with_system_prompt
 from grpo.model.answering import write_answering
+from grpo.model.hub import one_line
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
 from grpo.run.json_lines import read_records, with_error
@@ -241,7 +242,7 @@ def check_login() -> None:
         user = api.whoami()
     except (OSError, httpx.HTTPError) as error:
         raise ConfigError(
-            f"push_to_hub=True: {api.endpoint} does not log you in ({_reason(error)}): call 'hf auth login', or set "
+            f"push_to_hub=True: {api.endpoint} does not log you in ({one_line(error)}): call 'hf auth login', or set "
             "HF_TOKEN"
         ) from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
@@ -258,7 +259,7 @@ def open_repo(config: TrainerConfig, folder: Path) -> str:
         return HfApi().create_repo(name, private=config.hub_private_repo or None, exist_ok=True).repo_id
     except (OSError, httpx.HTTPError, HFValidationError) as error:
         raise ConfigError(
-            f"hub_model_id={name!r}: it cannot be made ({_reason(error)}): name a repository that your token may write"
+            f"hub_model_id={name!r}: it cannot be made ({one_line(error)}): name a repository that your token may write"
         ) from error
 
 
@@ -270,12 +271,8 @@ def push_model(folder: Path, repo: str) -> None:
     except Exception as error:
         command = shlex.join(["hf", "upload", repo, str(folder)])
         # The client's RuntimeError names the file alone.
-        reason = _reason(error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error)
+        reason = one_line(error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error)
         raise SaveError(
             f"{folder} could not be pushed to {repo}: {reason}: the model is there, push it with: {command}"
         ) from error
     log.info("pushed to %s", url)
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

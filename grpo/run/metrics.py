@@ -85,10 +85,9 @@ def step_metrics(stats: Mapping[str, Stats]) -> dict[str, float]:
 
 
 class PhaseClock:
-    """The seconds of one step by phase, as `time/...`. Time in an inner phase does not count for the outer one.
+    """The seconds of one step by phase, as `time/...`; time in an inner phase does not count for the outer one.
 
-    On a card also the peak memory of each phase in GiB: that of tensors as `memory/peak_...`, and over all phases what
-    torch's allocator took for them as `memory/peak_reserved`. On a CPU torch does not count tensors, so there are none.
+    On a card also the peak memory of each phase in GiB, as `memory/peak_...`, and of all that torch's allocator took.
     """
 
     def __init__(self) -> None:

@@ -1,16 +1,22 @@
-"""Writes a run's files and sends its numbers to trackers."""
+"""Writes a run's files, and sends its numbers to services, by their names in `report_to`."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 import os
 import platform
+import re
+import secrets
 import shlex
 import socket
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,18 +25,155 @@ from typing import Any
 import torch
 
 from grpo.config.command_line import write_config
-from grpo.config.errors import COMMAND
+from grpo.config.errors import COMMAND, ConfigError
 from grpo.config.fields import REPOSITORY
+from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
+from grpo.model.hub import one_line
 from grpo.run.collective import gather
-from grpo.run.description import LIBRARIES
 from grpo.run.folder import SaveError
 from grpo.run.json_lines import keep_pictures, read_record, to_json
-from grpo.run.trackers import open_trackers
+from grpo.run.preflight import LIBRARIES
+
+log = logging.getLogger(__name__)
+
+Samples = list[dict[str, Any]]
+
+
+class TensorBoard:
+    """Write event files into the run's folder, without completions."""
+
+    def __init__(self, folder: Path, after: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a thread writes them: a kill would lose steps that a checkpoint has
+
+    def completions(self, step: int, phase: str, samples: Samples) -> None:
+        pass
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases, or a service whose client has the interface of wandb's."""
+
+    def __init__(self, service: str, config: TrainerConfig, folder: Path, run_id: str):
+        """`service` is the client's module: wandb, trackio or swanlab."""
+        name, options = {
+            "wandb": (os.environ.get("WANDB_NAME", folder.name), {"id": run_id, "dir": str(folder)}),
+            "trackio": (f"{folder.name}-{run_id}", {}),  # it continues a run by its name
+            "swanlab": (folder.name, {"id": run_id, "log_dir": str(folder / "swanlog")}),
+        }[service]
+        self._client = importlib.import_module(service)
+        project = os.environ.get(f"{service.upper()}_PROJECT", "grpo")
+        self._run = self._client.init(project=project, name=name, resume="allow", config=asdict(config), **options)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def completions(self, step: int, phase: str, samples: Samples) -> None:
+        if self._client.__name__ == "swanlab":  # it has no tables
+            shown: Any = [self._text(sample) for sample in samples]
+        else:
+            columns = to_columns(samples)
+            rows = [list(row) for row in zip(*columns.values(), strict=True)]
+            shown = self._client.Table(columns=list(columns), data=rows)
+        self._run.log({f"completions/{phase}": shown}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _text(self, sample: dict[str, Any]) -> Any:
+        caption = ", ".join(f"{name} {sample[name]}" for name in ("reward", "correct") if name in sample)
+        return self._client.Text(f"{sample['prompt']}\n\n{sample['completion']}", caption=caption)
+
+
+class Mlflow:
+    """MLflow. It gives its runs ids of its own, so the run to continue is found by a tag."""
+
+    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
+        """Raises ConfigError if MLflow's store cannot be used."""
+        import mlflow
+
+        self._mlflow = mlflow
+        try:
+            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "grpo"))
+            before = mlflow.search_runs(filter_string=f"tags.grpo_run_id = '{run_id}'", output_format="list")
+            mlflow.start_run(
+                run_id=before[0].info.run_id if before else None,
+                run_name=folder.name,
+                tags={"grpo_run_id": run_id},
+            )
+            if not before:  # MLflow refuses to change a parameter
+                mlflow.log_params(asdict(config))
+        except mlflow.MlflowException as error:
+            raise ConfigError(
+                f"report_to='mlflow': {mlflow.get_tracking_uri()} cannot be used ({one_line(error)}): "
+                "set MLFLOW_TRACKING_URI to a server that runs, or to sqlite:///FILE"
+            ) from error
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        # MLflow refuses the @ of pass@k.
+        names = {re.sub(r"[^\w/.\- :]", "_", name): value for name, value in values.items()}
+        self._mlflow.log_metrics(names, step=step, synchronous=False)
+
+    def completions(self, step: int, phase: str, samples: Samples) -> None:
+        with self._warned():
+            self._mlflow.log_table(to_columns(samples), f"completions/{phase}-{step:06}.json")
+
+    def close(self) -> None:
+        with self._warned():
+            self._mlflow.end_run()
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        """Warn if the server does not answer. The run continues: its own files have everything."""
+        try:
+            yield
+        except (self._mlflow.MlflowException, OSError) as error:
+            log.warning("MLflow: %s", one_line(error))
+
+
+Tracker = TensorBoard | Wandb | Mlflow
+SERVICES = "wandb", "trackio", "swanlab", "mlflow"  # by the modules of their clients, which must be installed
+
+
+def open_trackers(config: TrainerConfig, folder: Path, after: int) -> list[Tracker]:
+    """Open the trackers of `report_to`. `after` as in Recorder: a resumed run keeps its id, which is in the file run_id
+    of its folder; a new run gets a new id."""
+    trackers: list[Tracker] = []
+    if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
+        trackers.append(TensorBoard(folder, after))
+    kept, services = folder / "run_id", [service for service in SERVICES if service in config.report_to]
+    if services and (after == -1 or not kept.exists()):
+        kept.write_text(secrets.token_hex(4), encoding="utf-8")
+    for service in services:
+        parts = config, folder, kept.read_text(encoding="utf-8").strip()
+        trackers.append(Mlflow(*parts) if service == "mlflow" else Wandb(service, *parts))
+    return trackers
+
+
+def check_report_to(config: RecordSection) -> None:
+    """Raise ConfigError if `report_to` names a service whose client is not installed."""
+    for name in SERVICES:
+        if name in config.report_to and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"report_to='{name}': it is not installed: 'pip install {name}', or leave it out")
+
+
+def to_columns(samples: Samples) -> dict[str, list[Any]]:
+    """Return the values of all samples by column; None where a sample does not have it."""
+    columns = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: [sample.get(name) for sample in samples] for name in columns}
+
 
 BAD_STEPS = "bad_steps.jsonl"  # the file of a run with the completions of the steps that were skipped
-TABLE_STEPS = 50
-"""steps from one step whose completions the trackers are sent to the next; they have those of every evaluation"""
+TABLE_STEPS = 50  # from one step whose completions go to the trackers to the next; they have those of every evaluation
 
 
 class Recorder:
@@ -97,9 +240,9 @@ def _cut_after(path: Path, step: int) -> None:
         file.truncate(kept_bytes)
 
 
-def describe_start(step: int, device: torch.device) -> dict[str, Any]:
-    """Describe this start of a run, which continues after `step`. All ranks call it together: `hosts` has their devices
-    by host."""
+def record_start(folder: Path | None, step: int, device: torch.device) -> None:
+    """Append a line about this start, which continues after `step`, to the run's starts.jsonl. `folder` is the run's,
+    on rank 0. All ranks call it together: `hosts` has their devices by host."""
     versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     with suppress(PackageNotFoundError):  # a checkout is not installed, and has a commit
         versions["grpo-ref-split"] = version("grpo-ref-split")
@@ -107,7 +250,7 @@ def describe_start(step: int, device: torch.device) -> dict[str, Any]:
     devices = gather((socket.gethostname(), torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"))
     for host, name in devices:
         hosts[host].append(name)
-    return {
+    start = {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Of grpo.launch the words that the user typed; other launchers only add an option.
@@ -117,12 +260,9 @@ def describe_start(step: int, device: torch.device) -> dict[str, Any]:
         "versions": versions,
         "commit": commit_of(REPOSITORY),
     }
-
-
-def record_start(folder: Path, start: dict[str, Any]) -> None:
-    """Append a line to the run's starts.jsonl, which has a line for each start."""
-    with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
-        file.write(to_json(start))
+    if folder is not None:
+        with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
+            file.write(to_json(start))
 
 
 def commit_of(repository: Path) -> str | None:

@@ -27,9 +27,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 5
 PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a folder that has it is complete
-LOCK = "trainer.lock"
-"""the lock's file in the run's folder; it names the host and the process that write there. Opening and closing the file
-in that process releases the lock."""
+LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 
 _WAIT = 20.0  # seconds that a killed process may take to end
 _PIECE = 1 << 20  # bytes read at once
@@ -204,15 +202,6 @@ def read_progress(folder: Path) -> dict[str, Any]:
     raise Damaged(f"{PROGRESS} is not as it was written")
 
 
-def check_format(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigError if the content of progress.json is of another format."""
-    if content["format"] != FORMAT:
-        raise ConfigError(
-            f"resume_from_checkpoint='{checkpoint}': the checkpoint's format is {content['format']!r} there and "
-            f"{FORMAT} here: use the version of this program that wrote it"
-        )
-
-
 def sum_files(folder: Path, names: Iterable[str]) -> Sums:
     """Return size and SHA-256 of each of these files. Raises OSError."""
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -221,13 +210,12 @@ def sum_files(folder: Path, names: Iterable[str]) -> Sums:
 
 def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
     """Return the first damage of progress.json, and of part number `share` of `shares` parts of the other files; or
-    None. Raises ConfigError for a checkpoint of another format."""
+    None. The files of another format, which RunDescription.check refuses, are not looked at."""
     try:
         content = read_progress(checkpoint)
     except Damaged as damaged:
         return str(damaged)
-    check_format(checkpoint, content)
-    written: Sums = content["files"]
+    written: Sums = content["files"] if content["format"] == FORMAT else {}
 
     def check_file(name: str) -> str | None:
         path, (size, _) = checkpoint / name, written[name]

@@ -1,9 +1,6 @@
-"""Watchdog: when no rank makes progress, log which rank the others wait for, its position, and since when.
-
-A collective waits silently for its slowest rank, and its time-out does not name that rank. So each rank reports its
-position every few seconds through torch's store in rank 0's process, on a separate connection. When no rank has moved
-for long, a waiting rank names those that it waits for.
-"""
+"""When no rank makes progress, a waiting rank logs which rank it waits for, its position, and since when: a collective
+waits silently. So each rank reports its position every few seconds through torch's store in rank 0's process, on a
+separate connection."""
 
 from __future__ import annotations
 
@@ -27,16 +24,14 @@ from grpo.run.metrics import PhaseClock
 log = logging.getLogger(__name__)
 
 TIME_OUT = 1800.0  # seconds after which a collective ends the run, beyond the time that the reference may take
+# Seconds without progress of any rank before a log line, half of them until a collective has worked; doubled each time.
 PATIENCE = 120.0
-"""seconds without progress of any rank before a log line; half of them until a collective has worked. Each further line
-comes after twice as many."""
 BEAT = 5.0  # seconds between two reports of a rank
 SHOWN = 8  # ranks that a log line names at most
-PHASES = (
+PHASES = (  # of a step, in order
     *("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_ref", "update", "optimizer"),
     "publish_ref",
 )
-"""a step's phases in order"""
 
 # Lines in these folders or in this file do not tell the position of a rank.
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -78,7 +73,7 @@ class RankState:
 
 class Watchdog:
     """Watch over the ranks of a run. Make it before the ranks join: they may hang there. Set `met` once a collective
-    has worked, and `step` and `clock` when a step begins."""
+    has worked."""
 
     def __init__(self, rank: int, world_size: int, hint: str = ""):
         """`hint` names a likely cause if the first collective hangs."""
@@ -91,6 +86,11 @@ class Watchdog:
         # Two threads: a request to a process that is stopped waits for ever, whatever the store's time-out.
         threading.Thread(target=self._report, args=[threading.get_ident()], name="report", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def begin(self, step: int) -> PhaseClock:
+        """Return the clock of a step that begins."""
+        self.step, self.clock = step, PhaseClock()
+        return self.clock
 
     def close(self) -> None:
         self._closed.set()
@@ -145,9 +145,8 @@ class Watchdog:
             if now - self._began <= patience:
                 return None
             heard = [rank for rank in range(self._world_size) if rank not in silent]
-            shown = ", ".join(map(str, silent[:SHOWN])) + (", ..." if len(silent) > SHOWN else "")
             waiting = f"{len(heard)} of {self._world_size} ranks wait since {_clock(self._began)}"
-            return f"{waiting}: there is no word of rank {shown}", self._rank == heard[0]
+            return f"{waiting}: there is no word of rank {', '.join(map(str, silent))}", self._rank == heard[0]
         if self._states and now - self._answered > patience:
             text = (
                 f"rank 0 on {os.environ['MASTER_ADDR']} has not answered since {_clock(self._answered)}, "

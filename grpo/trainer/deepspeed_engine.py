@@ -24,6 +24,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
+from grpo.model.hub import one_line
 from grpo.model.load import resolve_dtype
 from grpo.model.lora import require_packages
 from grpo.run.collective import gather, own_place
@@ -31,23 +32,19 @@ from grpo.run.watchdog import TIME_OUT, Watchdog
 from grpo.trainer.out_of_memory import START, explain_shortage
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-_EPSILON = 1e-8  # torch's and the Trainer's; no recipe has another
 _LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW, whose kernels count in 32 bits
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Make AdamW over the trained parameters: torch's, or with optim=adamw_8bit that of bitsandbytes.
-
-    DeepSpeed's would be compiled at the first start. A fused AdamW copies no weights. Raises ConfigError for weights in
-    less than 16 bits, which cannot be trained.
-    """
+    """Make AdamW over the trained parameters: torch's, or with adamw_8bit that of bitsandbytes. (DeepSpeed's would be
+    compiled at the first start.) Raises ConfigError for weights in less than 16 bits, which cannot be trained."""
     if not config.use_peft and any(weight.dtype.itemsize < 2 for weight in model.parameters()):
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: its weights are quantized, so that they cannot be "
             "trained: add use_peft, or name the model that they were made from"
         )
     decayed, not_decayed = parameter_groups(model)
-    settings = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": _EPSILON}
+    settings = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": 1e-8}
     if config.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -97,7 +94,6 @@ def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split weights, in their order, into groups of at most _LARGEST_GROUP numbers."""
     parts, size = [], _LARGEST_GROUP
     for weight in weights:
         if size + weight.numel() > _LARGEST_GROUP:
@@ -144,8 +140,7 @@ class Ranks(NamedTuple):
     """This rank among the launched processes."""
 
     rank: int
-    size: int
-    """number of ranks"""
+    size: int  # number of ranks
     device: torch.device
     watchdog: Watchdog
 
@@ -191,51 +186,46 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
 
 
 def _longest_collective(config: TrainerConfig) -> timedelta:
-    """Return how long a collective may take: the others wait for a rank that waits for servers."""
+    # The others wait for a rank that waits for servers.
     return timedelta(seconds=TIME_OUT + config.ref_deadline + (config.pool_deadline if config.sampler == "pool" else 0))
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Return the file's settings with every "auto" filled. Raises ConfigError if file and settings contradict each
-    other, or if DeepSpeed refuses the file."""
+    """Return the file's settings with every "auto" filled. Raises ConfigError if they contradict the run's, or if
+    DeepSpeed refuses the file."""
     file = _DeepSpeedFile(config.deepspeed)
-    ours = {"optimizer": "learning_rate, adam_* and weight_decay", "scheduler": "lr_scheduler_type"}
-    for key in ours.keys() & file.settings.keys():
-        raise file.error(f"{key} is set there, but {ours[key]} decide it: take it out")
+    for key in {"optimizer", "scheduler"} & file.settings.keys():
+        raise file.error(f"{key} is set there, and the run's settings decide it: take it out")
     place = _fill_zero(file, config)
-    sequences, source = config.prompts_per_step * config.num_generations, "prompts_per_step x num_generations"
-    dtype = resolve_dtype(config, device)
-    cutting, skipping = "the token-budget cutting into micro-batches", "the check for steps that are not finite"
-    timing = "that DeepSpeed times forward passes through its engine alone, past which the trainer's go,"
-    for key, value, decided_by in (
-        ("train_batch_size", sequences, source),
-        ("train_micro_batch_size_per_gpu", sequences // world_size, f"{source} / {world_size} ranks"),
-        ("gradient_accumulation_steps", 1, cutting),
-        ("managed_gradient_accumulation", False, cutting),
-        ("gradient_clipping", config.max_grad_norm, "max_grad_norm"),
-        ("zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,"),
-        ("bf16.enabled", dtype == torch.bfloat16, "dtype"),
-        ("bf16.check_grad_overflow", True, skipping),  # such a step is left out
-        ("zero_optimization.compute_grad_norm", True, skipping),
-        ("fp16.enabled", False, "dtype, which is bfloat16 or float32,"),
-        ("wall_clock_breakdown", False, timing),
-        ("flops_profiler.enabled", False, timing),
-    ):
-        file.fill(key, value, decided_by)
+    sequences, dtype = config.prompts_per_step * config.num_generations, resolve_dtype(config, device)
+    filled = {
+        "train_batch_size": sequences,
+        "train_micro_batch_size_per_gpu": sequences // world_size,
+        "gradient_accumulation_steps": 1,  # micro-batches are cut by a budget of tokens
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled at the first start
+        "bf16.enabled": dtype == torch.bfloat16,
+        "bf16.check_grad_overflow": True,  # a step that is not finite is left out
+        "zero_optimization.compute_grad_norm": True,
+        "fp16.enabled": False,
+        "wall_clock_breakdown": False,  # these time forward passes through the engine, past which the trainer's go
+        "flops_profiler.enabled": False,
+    }
+    for key, value in filled.items():
+        file.fill(key, value)
     zero = file.section("zero_optimization")
     if zero.get("overlap_comm") == "auto":
         zero["overlap_comm"] = world_size > 1  # one rank has no other to talk with, and would hold a second bucket
     data_types = file.section("data_types")
     known = ("bf16", "fp32") if dtype == torch.bfloat16 else ("fp32",)
-    if data_types.setdefault("grad_accum_dtype", "auto") == "auto":
+    sums = data_types.setdefault("grad_accum_dtype", "auto")
+    if sums == "auto":
         # ZeRO-2 takes the memory for fp32 sums of gradients anyway, for AdamW's step, unless the step is on the CPU:
         # then bf16 sums are kept there too, and fp32 ones would stay on the GPU.
         data_types["grad_accum_dtype"] = known[0] if place == "cpu" else "fp32"
-    if data_types["grad_accum_dtype"] not in known:
-        raise file.error(
-            f"data_types.grad_accum_dtype is {data_types['grad_accum_dtype']!r}: with dtype "
-            f"{str(dtype).removeprefix('torch.')} use {' or '.join(known)}"
-        )
+    elif sums not in known:
+        raise file.error(f"data_types.grad_accum_dtype is {sums!r}: with {dtype} use {' or '.join(known)}")
     settings = file.settings
     # DeepSpeed takes its default for a key that is missing.
     settings["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
@@ -254,7 +244,7 @@ class _DeepSpeedFile:
             self.path = REPOSITORY / self.path
         try:
             self.settings = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or f"not JSON: {error}"
             raise ConfigError(f"deepspeed='{name}': {reason}: give the path of a JSON file") from error
         if not isinstance(self.settings, dict):
@@ -272,12 +262,12 @@ class _DeepSpeedFile:
                 raise self.error(f"{name} is {section!r}: write a JSON object, or take it out")
         return section
 
-    def fill(self, name: str, value: Any, source: str) -> None:
+    def fill(self, name: str, value: Any) -> None:
         """Set a key in its section. Raises ConfigError if it has another value."""
         place, _, key = name.rpartition(".")
         section = self.section(place)
         if section.get(key, "auto") not in ("auto", value):
-            raise self.error(f'{name} is {section[key]!r} but {source} makes it {value!r}: write "auto" there')
+            raise self.error(f"{name} is {section[key]!r}, and this run makes it {value!r}: write 'auto' there")
         section[key] = value
 
 
@@ -290,8 +280,6 @@ def _fill_zero(file: _DeepSpeedFile, config: TrainerConfig) -> str:
             f"zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the whole weights that "
             "generation needs"
         )
-    if zero.get("offload_optimizer", {}) is None:  # DeepSpeed's own default
-        del zero["offload_optimizer"]
     place = file.section(name).get("device", "none") if "offload_optimizer" in zero else "none"
     if place not in ("cpu", "none"):
         raise file.error(f"{name}.device is {place!r}: use 'cpu'")
@@ -302,7 +290,7 @@ def _fill_zero(file: _DeepSpeedFile, config: TrainerConfig) -> str:
                 f"optim={config.optim!r}: '{file.path}' has {name}, which wants AdamW on the CPU, in 32 bits: take one "
                 "of them out"
             )
-        file.fill("zero_allow_untested_optimizer", True, "optim")
+        file.fill("zero_allow_untested_optimizer", True)
     return place
 
 
@@ -312,7 +300,7 @@ def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[No
     try:
         yield
     except kind as error:
-        reason = " ".join(str(error).split()) or repr(error)
+        reason = one_line(error) or repr(error)
         raise ConfigError(f"deepspeed='{path}': DeepSpeed refuses it: {reason}: correct it there") from error
 
 

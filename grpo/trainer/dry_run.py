@@ -1,8 +1,5 @@
-"""`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print its needs.
-
-A dry run makes no folder, waits for no server and loads no weights. It starts only the processes that `reward_timeout`
-and `tool_timeout` ask for.
-"""
+"""`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print its needs. It
+makes no folder, waits for no server and loads no weights."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from grpo.client.server_errors import RequestFailure, ServerError
 from grpo.config.errors import COMMAND, ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe_without_weights
+from grpo.model.hub import one_line, refuse_unloadable
 from grpo.model.load import refuse_hub_kernels, resolve_dtype
 from grpo.model.lora import check_adapter
 from grpo.model.memory import Memory, Terms, change_lines, trainer_lines
@@ -31,14 +29,13 @@ from grpo.model.packing import Batcher
 from grpo.model.pictures import vision_parameters
 from grpo.pool.client import PoolClient
 from grpo.run.collective import own_place
-from grpo.run.description import RunDescription
 from grpo.run.folder import check_login
-from grpo.run.run_folder import Damaged, check_format, find_checkpoints, find_run_folder, finished_steps, read_progress
+from grpo.run.preflight import RunDescription
+from grpo.run.run_folder import Damaged, find_checkpoints, find_run_folder, finished_steps, read_progress
 from grpo.trainer.deepspeed_engine import engine_config
-from grpo.trainer.inputs import Inputs, read_inputs
-from grpo.trainer.policy import policy_on_meta
 from grpo.trainer.pool_sampler import describe_workers
 from grpo.trainer.rank_memory import RankWork, rank_memory
+from grpo.trainer.setup import Inputs, policy_on_meta, read_inputs
 from grpo.wire.health import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -76,7 +73,6 @@ def _describe_start(config: TrainerConfig, folder: Path, description: RunDescrip
     for checkpoint in found:
         with suppress(Damaged):  # a run takes the one before
             saved = read_progress(checkpoint)
-            check_format(checkpoint, saved)
             description.check(checkpoint, saved)
             return f"goes on from {checkpoint}"
     if found:
@@ -217,7 +213,7 @@ def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> lis
                     memories[name] = memory
         lines = trainer_lines(needed(config, work.ranks, device), resolve_dtype(config, device), work.ranks)
     except NotImplementedError as error:
-        return [f"Memory: no estimate ({' '.join(str(error).split())[:300]})"]
+        return [f"Memory: no estimate ({one_line(error)})"]
     return [*lines, "", *change_lines(memories, resolve_dtype(config, cuda))]
 
 
@@ -239,16 +235,10 @@ def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -
     for name in rewards.values():
         if not isinstance(name, str) or _is_url(name):
             continue
-        try:
+        with refuse_unloadable("reward_funcs", name), torch.device("meta"):
             settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             refuse_hub_kernels("reward_funcs", name, settings, config.trust_remote_code)
-            with torch.device("meta"):
-                model = AutoModelForSequenceClassification.from_config(settings)
-        except ConfigError:
-            raise
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"reward_funcs={name!r}: cannot be loaded as a reward model ({reason})") from error
+            model = AutoModelForSequenceClassification.from_config(settings)
         count = sum(parameter.numel() for parameter in model.parameters())
         terms[f"reward model {name}"] = count * resolve_dtype(config, device).itemsize
     return terms

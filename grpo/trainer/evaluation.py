@@ -36,13 +36,10 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 
-    Each example is answered greedily, sample 0, and `num_generations_eval` times at `temperature`. The completions are
-    cut into calls of `sequences_per_generate` before ranks share them, and those of a call are drawn and rewarded
-    together: so the number of ranks changes nothing, to the last bit. Reward functions are given `state`; their log is
-    not recorded. Raises RewardsLost.
-
-    Only avg@k and pass@k count the sampled answers. `eval_tools/...` exist with tools or an environment,
-    `eval_accuracy`, avg@k and pass@k with a verdict, `eval_format` with a function that declares a full reward.
+    Each example is answered greedily, sample 0, and `num_generations_eval` times at `temperature`, which avg@k and
+    pass@k alone count. The completions are cut into calls of `sequences_per_generate` before ranks share them, and
+    those of a call are drawn and rewarded together: so the number of ranks changes nothing, to the last bit. What
+    reward functions log is not recorded. Raises RewardsLost.
 
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
@@ -138,8 +135,7 @@ def pass_at_k(correct: np.ndarray, n: int, k: int) -> np.ndarray:
 
 
 def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarray]:
-    """Return the verdicts on completions, without verdicts their rewards: [functions, completions] -> [completions] by
-    name."""
+    """Return verdicts, or rewards where there are none: [functions, completions] -> [completions] by name."""
     rewards = by_function.numpy()
     if rewarder.verdicts:
         judged = {"correct": rewarder.is_correct(rewards)}

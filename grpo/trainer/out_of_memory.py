@@ -12,8 +12,7 @@ import torch
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import is_out_of_memory
 
-START, EVALUATION = "the start", "evaluation"
-"""the places outside of a step's phases where memory may be too small"""
+START, EVALUATION = "the start", "evaluation"  # places outside of a step's phases
 
 _GIB = 2**30
 
@@ -26,10 +25,8 @@ class OutOfMemory(Exception):
 def explain_shortage(
     place: Callable[[], tuple[str, str]], config: TrainerConfig, way_on: Callable[[], str]
 ) -> Iterator[None]:
-    """Raise OutOfMemory for an error in the block that means it.
-
-    `place` returns where it was, such as "update of step 7", and the phase; `way_on` how to continue the run.
-    """
+    """Raise OutOfMemory for an error in the block that means it. `place` returns where it was, such as "update of step
+    7", and the phase; `way_on` how to continue the run."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

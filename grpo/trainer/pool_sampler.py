@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -36,24 +37,7 @@ from grpo.wire.tool_outcomes import LONGEST_COLUMNS
 
 log = logging.getLogger(__name__)
 
-SHOWN = 8
-"""workers that a line names at most, those that the pool heard last"""
-
-
-class GroupDeadline:
-    """The time that a rank still waits for groups: it begins anew with each that the pool gets, whichever rank's it is,
-    as workers draw one rank's after another's."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._drawn, self._moved = -1, 0.0
-
-    def is_over(self, status: dict[str, Any]) -> bool:
-        """Tell whether the time has passed without a group since the first call."""
-        drawn = sum(row["drawn"] for row in status.get("rounds", []))
-        if drawn != self._drawn:
-            self._drawn, self._moved = drawn, time.monotonic()
-        return time.monotonic() - self._moved >= self.seconds
+SHOWN = 8  # workers that a line names at most, those that the pool heard last
 
 
 def describe_wait(status: dict[str, Any], url: str, round_number: int) -> str:
@@ -97,44 +81,40 @@ def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
         return
     for example in examples:
         try:
-            size = len(json.dumps(example.columns))
-            if size <= LONGEST_COLUMNS:
-                continue
-            fault = f"{size:,} bytes as JSON, and {LONGEST_COLUMNS:,} are the most"
+            size, fault = len(json.dumps(example.columns)), ""
         except (TypeError, ValueError) as error:
-            fault = f"what is no JSON ({error})"
-        raise ConfigError(
-            f"environment={config.environment!r}: workers get the columns of a row as JSON, and row {example.index} "
-            f"(from 0) has {fault}: mend the dataset, or use sampler continuous"
+            size, fault = 0, f"what is no JSON ({error})"
+        config.check(
+            not fault and size <= LONGEST_COLUMNS,
+            environment=f"workers get the columns of a row as JSON, of {LONGEST_COLUMNS:,} bytes at most, and row "
+            f"{example.index} (from 0) has {fault or f'{size:,} bytes'}: mend the dataset, or use sampler continuous",
         )
 
 
+@dataclass
 class PoolSampler(Sampler):
     """The sampler of a run whose completions workers draw. All ranks call it together, each with its own groups."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        source: PoolClient | Replay,
-        ask: Retrier,
-        run: PoolRun | None,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_token_ids: Sequence[int],
-        stream: PromptStream,
-        ranks: Ranks,
-    ):
-        """`run` is rank 0's, where something is published; else None."""
-        self._config, self._source, self._ask, self._run, self._stream = config, source, ask, run, stream
-        self._tokenizer, self._eos, self._ranks = tokenizer, [*eos_token_ids], ranks
-        self._round = self._put = -1
+    config: TrainerConfig
+    source: PoolClient | Replay
+    ask: Retrier
+    run: PoolRun | None  # rank 0's, where something is published
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: list[int]
+    prompts: PromptStream
+    ranks: Ranks
+    _round: int = -1
+    _put: int = -1  # the last round whose tasks were put
+    _drawn: int = -1  # groups that the pool got so far, of any rank: workers draw one rank's after another's
+    _moved: float = 0.0  # when the pool got the last of them
 
     def update_weights(self, version: int) -> None:
         """Begin the round that follows so many updates: publish this version. Returns on every rank when the pool has
         the version that draws the round. Raises ServersLost on every rank."""
-        self._round = version // self._config.updates_per_round
+        self._round = version // self.config.updates_per_round
         with self._wait_together():
-            if self._run is not None:
-                self._run.publish(version, self._round)
+            if self.run is not None:
+                self.run.publish(version, self._round)
 
     def sample(
         self,
@@ -145,11 +125,9 @@ class PoolSampler(Sampler):
         on_groups: OnGroups | None = None,
         ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
-        """Do what Sampler.sample says, for groups `ids` of the round that update_weights has begun.
-
-        `copies` and `temperature` are the run's, and so is the seed but for its upper half, which says the how-manieth
-        replacement of the groups this is. Raises ServersLost on every rank.
-        """
+        """Do what Sampler.sample says, for groups `ids` of the round that update_weights has begun. `copies`,
+        `temperature` and the seed are the run's; the seed's upper half counts the replacements of the groups. Raises
+        ServersLost on every rank."""
         attempt, groups = seed >> 32, {}
         waiting = {(group, attempt): index for index, group in enumerate(ids)}
         with self._wait_together():
@@ -157,9 +135,9 @@ class PoolSampler(Sampler):
             # an earlier start of the run.
             self._put_tasks(self._round, attempt, examples, ids)
             self._put_tasks_ahead()
-            deadline = GroupDeadline(self._config.pool_deadline)
+            self._drawn = -1
             while waiting:
-                taken = self._take([*waiting][:MOST_TASKS], deadline)
+                taken = self._take([*waiting][:MOST_TASKS])
                 arrived = {waiting.pop(drawn.key): self._rollouts(drawn) for drawn in taken}
                 groups |= arrived
                 if arrived and on_groups is not None:
@@ -168,14 +146,14 @@ class PoolSampler(Sampler):
 
     def _put_tasks_ahead(self) -> None:
         """Put the tasks of later rounds that workers may draw while this one is trained on."""
-        last = (self._config.max_steps - 1) // self._config.updates_per_round
-        for number in range(max(self._put, self._round) + 1, min(last, self._round + self._config.max_policy_lag) + 1):
-            steps = self._config.steps_of_round(number)
-            self._put_tasks(number, 0, *self._stream.groups_of(steps, self._ranks.rank, self._ranks.size))
+        last = (self.config.max_steps - 1) // self.config.updates_per_round
+        for number in range(max(self._put, self._round) + 1, min(last, self._round + self.config.max_policy_lag) + 1):
+            steps = self.config.steps_of_round(number)
+            self._put_tasks(number, 0, *self.prompts.groups_of(steps, self.ranks.rank, self.ranks.size))
             self._put = number
 
     def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
-        version, has_environment = self._config.version_of_round(number), self._config.environment is not None
+        version, has_environment = self.config.version_of_round(number), self.config.environment is not None
         tasks = [
             Task(group, attempt, version, row.prompt_ids, json.dumps(row.columns) if has_environment else "")
             for group, row in zip(ids, examples, strict=True)
@@ -184,24 +162,30 @@ class PoolSampler(Sampler):
         most = min(MOST_TASKS, _MOST_COLUMNS // max(1, longest))
         for start in range(0, len(tasks), most):
             part = tasks[start : start + most]
-            self._ask(lambda part=part: self._source.put_tasks(part))
+            self.ask(lambda part=part: self.source.put_tasks(part))
 
-    def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[GroupResult]:
-        """Return the groups that have arrived, perhaps none. Raises ServersLost if none came before the deadline."""
-        drawn = self._ask(lambda: self._source.take(keys, min(_LONG_POLL, deadline.seconds)))
-        if not drawn and deadline.is_over(status := self._ask(self._source.status)):
+    def _take(self, keys: list[tuple[int, int]]) -> list[GroupResult]:
+        """Return the groups that have arrived, perhaps none. Raises ServersLost if the pool got none for too long."""
+        seconds = self.config.pool_deadline
+        if taken := self.ask(lambda: self.source.take(keys, min(_LONG_POLL, seconds))):
+            return taken
+        status = self.ask(self.source.status)
+        drawn = sum(row["drawn"] for row in status.get("rounds", []))
+        if drawn != self._drawn:
+            self._drawn, self._moved = drawn, time.monotonic()
+        if time.monotonic() - self._moved >= seconds:
             raise ServersLost(
-                f"{self._source.url} has brought no group of round {self._round} for {deadline.seconds:.0f} s: "
-                f"{describe_workers(status, self._source.url)}"
+                f"{self.source.url} has brought no group of round {self._round} for {seconds:.0f} s: "
+                f"{describe_workers(status, self.source.url)}"
             )
-        return drawn
+        return []
 
     def _rollouts(self, drawn: GroupResult) -> list[Rollout]:
         count = len(drawn.completions)
         masks, outcomes = drawn.drawn or [None] * count, drawn.outcomes or [None] * count
         rows = zip(drawn.completions, drawn.logprobs, drawn.versions, masks, outcomes, strict=True)
         return [
-            make_rollout(self._tokenizer, self._eos, ids, logprobs, versions[0], mask, outcome)
+            make_rollout(self.tokenizer, self.end_ids, ids, logprobs, versions[0], mask, outcome)
             for ids, logprobs, versions, mask, outcome in rows
         ]
 
@@ -209,7 +193,7 @@ class PoolSampler(Sampler):
     def _wait_together(self) -> Iterator[None]:
         """Log the wait in the block on the first rank. Raise ServersLost on every rank if one lost the pool."""
         ended, lost = threading.Event(), None
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             threading.Thread(target=self._log_wait, args=[ended], name="pool-wait", daemon=True).start()
         try:
             try:
@@ -224,7 +208,7 @@ class PoolSampler(Sampler):
 
     def _log_wait(self, ended: threading.Event) -> None:
         """Log the state of the wait after 5 s and then each 15 s."""
-        began, pause, source = time.monotonic(), FIRST_LINE, self._source
+        began, pause, source = time.monotonic(), FIRST_LINE, self.source
         while not ended.wait(pause):
             pause = BETWEEN_LINES
             try:

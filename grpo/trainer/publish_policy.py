@@ -1,12 +1,10 @@
 """The policy goes to a pool of rollouts, version by version: workers draw with it.
 
-The weights, of an adapter its own alone, are copied to the host's memory, and the probe is scored, before an update
-changes them. Everything else happens in a thread beside the update: the file is written into the run's folder, compared
-with the version before, and sent. A file of the whole weights goes with every eighth version, and wherever the delta is
-not less than half of it: a worker that joins needs seven deltas at most.
-
-The file stays until the pool has the version after it. With a lag the pool needs versions that a resumed run cannot
-make any more: `send_left` sends those that the pool did not get before the run ended or was killed.
+The weights, of an adapter its own alone, are copied, and the probe is scored, before an update changes them. A thread
+beside the update writes the file into the run's folder, compares it with the version before, and sends it: whole with
+every eighth version, and wherever the delta is not less than half of it. A worker that joins needs seven deltas at
+most. The file stays until the pool has the version after it: with a lag the pool needs versions that a resumed run
+cannot make any more, which `send_left` sends.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,26 +50,24 @@ _WHOLE_EVERY = 8  # versions
 _PROBE = (8, 56)  # tokens of the prompt and of the completion
 
 
+@dataclass
 class PolicyPublisher:
-    """The versions of the policy that a pool gets. Rank 0 alone has one.
+    """The versions of the policy that a pool gets, on rank 0. Raises ServerError if the pool refuses something or does
+    not answer by the deadline, SaveError, and Stopped once `stop` is set."""
 
-    `ask` sends to the pool until `stop` is set. Raises ServerError if the pool refuses something or does not answer by
-    the deadline, SaveError, Stopped.
-    """
+    client: PoolClient
+    model: PreTrainedModel
+    batcher: Batcher
+    run_folder: Path
+    ask: Retrier
+    stop: threading.Event
 
-    def __init__(
-        self,
-        client: PoolClient,
-        model: PreTrainedModel,
-        batcher: Batcher,
-        folder: Path,
-        ask: Retrier,
-        stop: threading.Event,
-    ):
-        """`folder` is the run's."""
-        self.client, self.model, self.ask, self._batcher, self._stop = client, model, ask, batcher, stop
-        self._probe = _probe_ids(model.get_input_embeddings().weight.shape[0], longest_sequence(model.config))
-        self._folder = folder / "policy"
+    def __post_init__(self) -> None:
+        draw, vocab_size = random.Random(0), self.model.get_input_embeddings().weight.shape[0]
+        ids = [draw.randrange(vocab_size) for _ in range(sum(_PROBE))][: longest_sequence(self.model.config)]
+        prompt = min(_PROBE[0], len(ids) - 1)
+        self._probe = ids[:prompt], ids[prompt:]
+        self._folder = self.run_folder / "policy"
         self._copies: dict[str, torch.Tensor] = {}
         self._last: Version | None = None
         self._published = 0
@@ -81,8 +76,7 @@ class PolicyPublisher:
         self._publication: Future[None] | None = None
 
     def write_base(self) -> tuple[Path, str] | None:
-        """Write the weights that the policy's adapter is on; return the file, which is the caller's to remove, and its
-        SHA-256. Return None without adapter."""
+        """Write an adapter's base; return the file, the caller's to remove, and its SHA-256. None without adapter."""
         if not hasattr(self.model, "peft_config"):
             return None
         path = self._folder / "base.safetensors"
@@ -94,16 +88,13 @@ class PolicyPublisher:
         Empties the folder."""
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
             left = Version.of_fields(json.loads(path.read_bytes()))
-            may_lack = first <= left.version < end and self._path(left.version).exists()
-            if may_lack and self.ask(lambda left=left: self._upload(left)):
-                log.info("the pool has version %d, which was not sent when the run ended", left.version)
+            if first <= left.version < end and self._path(left.version).exists():
+                self.ask(lambda left=left: self._upload(left))
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def publish(self, version: int) -> None:
-        """Publish the policy as it is now, after `version` updates. Returns when it is copied: it may change then.
-
-        Waits for the publication before.
-        """
+        """Publish the policy as it is after `version` updates, once the publication before is over. Returns when it is
+        copied: it may change then."""
         self.wait()
         weights, probe = self._copy_weights(), self._score_probe()
         self._written = self._thread.submit(self._write_version, version, weights, probe)
@@ -121,13 +112,12 @@ class PolicyPublisher:
 
     def close(self) -> None:
         """End. A publication that is not over is given up, and its file stays for `send_left`."""
-        self._stop.set()
+        self.stop.set()
         self._thread.shutdown(wait=False)
         if self._publication is not None and self._publication.done() and not self._publication.exception():
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the weights that updates change, in the host's memory."""
         has_adapter = hasattr(self.model, "peft_config")
         weights = adapter_weights(self.model) if has_adapter else named_weights(self.model)
         for name, weight in weights.items():
@@ -139,13 +129,12 @@ class PolicyPublisher:
     @torch.no_grad()
     def _score_probe(self) -> Probe:
         prompt, completion = self._probe
-        batch = self._batcher.make([self._probe], self.model.device)
+        batch = self.batcher.make([self._probe], self.model.device)
         logprobs, _ = token_logprobs(self.model, batch, temperature=1.0)
         # Short numbers: every worker reads the probes of all versions, each time.
         return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
 
     def _write_version(self, number: int, weights: dict[str, torch.Tensor], probe: Probe) -> Version:
-        """Write a version's weights, and its description for `send_left`."""
         path = self._path(number)
         with _saving(path):
             sha256 = self._write(path, weights)
@@ -156,7 +145,7 @@ class PolicyPublisher:
         return version
 
     def _send(self, written: Future[Version]) -> None:
-        began, new, before = time.monotonic(), written.result(), self._last
+        new, before = written.result(), self._last
         path, delta_bytes = self._path(new.version), None
         delta = path.with_suffix(".delta")
         with _saving(path):
@@ -166,9 +155,6 @@ class PolicyPublisher:
         whole = not delta_bytes or self._published % _WHOLE_EVERY == 0
         sent_as = replace(new, whole=whole, base=before.version if delta_bytes else None, delta=delta_sha256)
         self.ask(lambda: self._upload(sent_as))
-        if self._published < 2:  # the cost of a whole file, and of a delta; the others would be a line a step
-            size = new.size if whole else delta_bytes
-            log.info("the pool has version %d: %s bytes; %.1f s", new.version, f"{size:,}", time.monotonic() - began)
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
         if before is not None:
@@ -189,12 +175,12 @@ class PolicyPublisher:
             unfinished.unlink(missing_ok=True)
         return sha256
 
-    def _upload(self, version: Version) -> bool:
-        """Send a version; return False if the pool has it already. The pool keeps its parts if a request fails."""
+    def _upload(self, version: Version) -> None:
+        """Send a version, unless the pool has it. The pool keeps its parts if a request fails."""
         known = {other.version: other.sha256 for other in self.client.versions()}
         # A resumed run makes versions that it has published before, to the last bit.
         if known.get(version.version) == version.sha256:
-            return False
+            return
         # A pool that was started with an older copy of its file has not got the version before.
         if version.base is not None and known.get(version.base) != self._last.sha256:
             version = replace(version, whole=True, base=None, delta=None)
@@ -203,7 +189,6 @@ class PolicyPublisher:
         if version.whole:
             self.client.send_file(self._path(version.version), version.sha256)
         self.client.put_version(version)
-        return True
 
 
 @contextmanager
@@ -236,50 +221,39 @@ def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> b
         return save({str(path.relative_to(folder)): np.frombuffer(path.read_bytes(), np.uint8) for path in paths})
 
 
-def _probe_ids(vocab_size: int, longest: int | None) -> tuple[list[int], list[int]]:
-    """Return the probe's prompt and completion: always the same for a vocabulary."""
-    draw = random.Random(0)
-    ids = [draw.randrange(vocab_size) for _ in range(sum(_PROBE))][:longest]
-    prompt = min(_PROBE[0], len(ids) - 1)
-    return ids[:prompt], ids[prompt:]
-
-
+@dataclass
 class PoolRun:
     """The run as the pool knows it. Rank 0 alone has one."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        publisher: PolicyPublisher,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-        checkpoints: Checkpoints,
-        turns: UserResponder | None,
-    ):
-        """`name` is the run's on pages and in logs. `turns` are the trainer's, which its workers' must be like."""
-        self._config, self._pool, self._ask, self._publisher = config, publisher.client, publisher.ask, publisher
-        self._checkpoints, model = checkpoints, publisher.model
+    config: TrainerConfig
+    publisher: PolicyPublisher
+    tokenizer: PreTrainedTokenizerBase
+    name: str  # on pages and in logs
+    checkpoints: Checkpoints
+    turns: UserResponder | None  # the trainer's, which its workers' must be like
+
+    def __post_init__(self) -> None:
+        self._pool, self._ask, model = self.publisher.client, self.publisher.ask, self.publisher.model
         self._needed, self._is_begun = 0, False
-        self._files = model_files(model, tokenizer)
+        self._files, config, turns = model_files(model, self.tokenizer), self.config, self.turns
+        of_turns = {setting: getattr(config, setting) for setting in SETTINGS}
         of_config = "num_generations", "max_completion_length", "temperature", "seed", "in_flight_weight_updates"
         self._run = RunInfo(
-            run=checkpoints.identity,
-            name=name,
+            run=self.checkpoints.identity,
+            name=self.name,
             vocab_size=model.get_input_embeddings().weight.shape[0],
-            eos_token_ids=eos_token_ids(model, tokenizer),
+            eos_token_ids=eos_token_ids(model, self.tokenizer),
             model_files=hashlib.sha256(self._files).hexdigest(),
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
-            turns=None if turns is None else _describe(turns, config),
+            turns=None if turns is None else RunTools.of(turns.tools, config.environment, [*turns.rewards], **of_turns),
             **{setting: getattr(config, setting) for setting in of_config},
         )
 
     def publish(self, version: int, number: int) -> None:
-        """Publish this version of the policy, with which round `number` begins.
-
-        Returns when the pool has the version that draws that round, and has dropped the versions of an earlier start
-        whose bits differ. Raises as PolicyPublisher, and if the pool lacks a version that only it had.
-        """
-        draws_this_round = self._config.version_of_round(number) == version
+        """Publish this version of the policy, with which round `number` begins. Returns when the pool has the version
+        that draws that round, and has dropped the versions of an earlier start whose bits differ. Raises as
+        PolicyPublisher, and if the pool lacks a version that only it had."""
+        draws_this_round = self.config.version_of_round(number) == version
         if not self._is_begun:
             self._begin(version, number)
             if not (draws_this_round or self._run.in_flight_weight_updates):  # else this version can draw it too
@@ -287,20 +261,18 @@ class PoolRun:
             self._is_begun = True
         self._release()
         if not draws_this_round:
-            self._publisher.wait()  # for the version that draws this round
+            self.publisher.wait()  # for the version that draws this round
         # Versions of an earlier start, from this one on, may have drawn tokens of this round: the pool drops them if
         # their bits differ.
         earlier = self._ask(self._pool.versions) if self._run.in_flight_weight_updates else []
-        self._publisher.publish(version)
+        self.publisher.publish(version)
         if draws_this_round or any(known.version >= version for known in earlier):
-            self._publisher.wait()
+            self.publisher.wait()
 
     def end_step(self, drifts: list[tuple[int, float, int]]) -> None:
-        """Tell the pool how far workers' log-probs are from the policy's: StepResult.drifts.
-
-        Returns when the last version is in the run's folder: a checkpoint of this step may need it.
-        """
-        self._publisher.wait_written()
+        """Tell the pool how far workers' log-probs are from the policy's: StepResult.drifts. Returns when the last
+        version is in the run's folder: a checkpoint of this step may need it."""
+        self.publisher.wait_written()
         try:
             for start in range(0, len(drifts), MOST_TASKS):
                 self._pool.report_drift(drifts[start : start + MOST_TASKS])
@@ -308,11 +280,11 @@ class PoolRun:
             log.warning("the pool %s was not told of drift: %s", self._pool.url, error)
 
     def close(self) -> None:
-        self._publisher.close()
+        self.publisher.close()
 
     def _begin(self, version: int, number: int) -> None:
         """Tell the pool the run, and send what all its versions share, and what an earlier start left to be sent."""
-        base = self._publisher.write_base()
+        base = self.publisher.write_base()
         if base is not None:
             self._run = replace(self._run, base_weights=base[1])
         # The run first: the file of another one stays as it is.
@@ -321,19 +293,19 @@ class PoolRun:
         if base is not None:
             self._ask(lambda: self._pool.send_file(*base))
             base[0].unlink()
-        self._publisher.send_left(self._config.version_of_round(number), version)
+        self.publisher.send_left(self.config.version_of_round(number), version)
 
     def _release(self) -> None:
         """Let the pool drop the versions that no start of the run will need."""
-        config = self._config
-        needed = config.version_of_round(-(-self._checkpoints.oldest() // config.updates_per_round))
+        config = self.config
+        needed = config.version_of_round(-(-self.checkpoints.oldest() // config.updates_per_round))
         if needed > self._needed:
             self._ask(lambda: self._pool.needed(needed))
             self._needed = needed
 
     def _check_version(self, number: int) -> None:
         """Raise ServersLost if the pool has neither the groups of this round nor the version that draws them."""
-        version = self._config.version_of_round(number)
+        version = self.config.version_of_round(number)
         known = {version.version for version in self._ask(self._pool.versions)}
         rows = self._ask(self._pool.status)["rounds"]
         is_drawn = any(row["round"] == number and row["drawn"] >= self._run.groups_per_round for row in rows)
@@ -342,8 +314,3 @@ class PoolRun:
                 f"{self._pool.url} lacks version {version} of the policy, which draws round {number} and which the run "
                 "has no more: start the pool with the pool_file that it had, or begin again with a new one"
             )
-
-
-def _describe(turns: UserResponder, config: TrainerConfig) -> RunTools:
-    settings = {name: getattr(config, name) for name in SETTINGS}
-    return RunTools.of(turns.tools, config.environment, [*turns.rewards], **settings)

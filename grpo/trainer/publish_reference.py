@@ -1,9 +1,8 @@
 """The trainer's side of a reference update: after some steps the policy becomes the reference, or is mixed into it.
 
-The new reference is first saved as a model in the run's folder, `reference-STEP`; then its weights go to the servers.
-It stays in the folder until the next update: a restarted server is sent it again, or is started with it. `reference-0`,
-which the servers began with, stays until a checkpoint needs another one: a run that is killed before that begins again
-with it, whatever the servers have by then.
+The new reference is saved in the run's folder, `reference-STEP`, and then sent to the servers. It stays until the next
+update, for a server that starts again. `reference-0`, which the servers began with, stays until a checkpoint needs
+another one: a run that is killed before that begins again with it, whatever the servers have by then.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import logging
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,59 +43,54 @@ def has_begun(folder: Path) -> bool:
     return (folder / "reference-0" / _FIRST).is_file()
 
 
+@dataclass
 class WeightPublisher:
     """The reference that is in force, and the updates of it. Every rank has one, and all call it together."""
 
-    def __init__(
-        self,
-        config: ReferenceSection,
-        client: ReferenceClient,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        policy: ModelInfo,
-        folder: Path | None,
-        processor: PictureProcessor | None = None,
-    ):
-        """`policy` describes `model`. `folder` is the run's, on rank 0; else None."""
-        self._client, self._model, self._tokenizer, self._processor = client, model, tokenizer, processor
-        self._alpha, self._policy, self._folder = config.ref_mixup_alpha, policy, folder
-        self._current: Path | None = None
+    config: ReferenceSection
+    client: ReferenceClient
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    policy: ModelInfo  # of `model`, before the run
+    folder: Path | None  # the run's, on rank 0; else None
+    processor: PictureProcessor | None = None
+    _current: Path | None = None
 
     def begin(self, reference: ModelInfo) -> None:
         """Save the servers' first model, for mixtures and for a run that is resumed before the first update, or make it
         the reference again. Raises ConfigError if a mixture needs it and the policy begins as another; as resume."""
         first: dict[str, str] = {}
-        if self._folder is not None and has_begun(self._folder):
+        if self.folder is not None and has_begun(self.folder):
             with suppress(ValueError):  # a file that was being written when the run was killed
-                first = json.loads((self._folder / "reference-0" / _FIRST).read_text(encoding="utf-8"))
+                first = json.loads((self.folder / "reference-0" / _FIRST).read_text(encoding="utf-8"))
         first = from_first(first)
-        if first.get("policy") == self._policy.fingerprint:
+        if first.get("policy") == self.policy.fingerprint:
             self.resume(0, first["reference"])
             return
-        same = self._policy.fingerprint == reference.fingerprint
-        if self._alpha < 1 and not same:
+        same = self.policy.fingerprint == reference.fingerprint
+        if (alpha := self.config.ref_mixup_alpha) < 1 and not same:
             raise ConfigError(
-                f"ref_mixup_alpha={self._alpha}: the servers have other weights than the policy begins with, and the "
+                f"ref_mixup_alpha={alpha}: the servers have other weights than the policy begins with, and the "
                 "mixture needs them: start the servers with the policy's model, or use 1"
             )
-        if self._folder is None:
+        if self.folder is None:
             return
-        folder = self._folder / "reference-0"
+        folder = self.folder / "reference-0"
         if same:
             self._save(0)
         else:
             with whole_folder(folder, "reference"):
                 pass  # an empty folder: the trainer does not have these weights
-        fingerprints = {"policy": self._policy.fingerprint, "reference": reference.fingerprint}
+        fingerprints = {"policy": self.policy.fingerprint, "reference": reference.fingerprint}
         (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
         to_disk(folder)
 
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
         """Make the policy after this step the reference. Returns when no older one is used any more, and deletes them
         but for those of the steps in `needed`. Raises ServersLost if no server takes the new one, SaveError."""
-        self._announce(step, self._save(step) if self._folder is not None else None)
+        self._announce(step, self._save(step) if self.folder is not None else None)
         kept = {f"reference-{kept_step}" for kept_step in (step, *needed)}
-        for folder in self._folder.glob("reference-*") if self._folder is not None else ():
+        for folder in self.folder.glob("reference-*") if self.folder is not None else ():
             if folder.name not in kept:
                 shutil.rmtree(folder)
 
@@ -103,8 +98,8 @@ class WeightPublisher:
         """Make the reference of this step's update the reference again, whatever the servers have by now. `first` is
         the fingerprint of their first model. Raises ServersLost if no server takes it, ConfigError if it is lost."""
         weights = None
-        if self._folder is not None:
-            self._current = self._folder / f"reference-{step}"
+        if self.folder is not None:
+            self._current = self.folder / f"reference-{step}"
             if (self._current / _FILE).is_file():
                 weights = self._describe_saved(self._merge_adapter())
             elif step > 0:
@@ -119,53 +114,50 @@ class WeightPublisher:
         lost = None
         if weights is not None:
             try:
-                self._client.balancer.send_weights(weights)
+                self.client.balancer.send_weights(weights)
             except ServerError as error:
                 lost = error
         raise_together(lost, ServersLost)
         fingerprint = from_first(first if weights is None else weights.fingerprint)
         if weights is None:
-            self._client.balancer.use_only(fingerprint)
+            self.client.balancer.use_only(fingerprint)
         log.info("the reference is now the policy of step %d (%s)", step, fingerprint)
 
     def _save(self, step: int) -> WeightsToSend:
         """Write the new reference as a model that the server, or anybody, can load."""
-        folder = self._folder / f"reference-{step}"
+        folder = self.folder / f"reference-{step}"
         with whole_folder(folder, "reference") as unfinished:
             model = self._merge_adapter()
             sha256 = self._write(unfinished / _FILE, named_weights(model))
             settings = copy.deepcopy(model.config)
             settings.weights_sha256 = sha256  # part of its fingerprint
-            settings.dtype = settings.dtype if self._alpha == 1 else torch.float32
+            settings.dtype = settings.dtype if self.config.ref_mixup_alpha == 1 else torch.float32
             settings.architectures = [type(model).__name__]
             settings.save_pretrained(unfinished)
-            self._tokenizer.save_pretrained(unfinished)
-            if self._processor is not None:
-                self._processor.save(unfinished)
+            self.tokenizer.save_pretrained(unfinished)
+            if self.processor is not None:
+                self.processor.save(unfinished)
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(unfinished)
         self._current = folder
         return self._describe_saved(model)
 
     def _merge_adapter(self) -> PreTrainedModel:
-        """Return the policy as a plain model, an adapter merged into it."""
-        return merged(self._model) if hasattr(self._model, "peft_config") else self._model
+        return merged(self.model) if hasattr(self.model, "peft_config") else self.model
 
     def _describe_saved(self, model: PreTrainedModel) -> WeightsToSend:
         """Describe the weights saved in `_current`. `model` is a plain model of the same architecture."""
         path = self._current / _FILE
         size, sha256 = path.stat().st_size, json.loads((self._current / "config.json").read_text())["weights_sha256"]
         with open(path, "rb") as file:
-            fingerprint = fingerprint_with(model, self._policy.inputs_fingerprint, WeightsFile(file, size), sha256)
+            fingerprint = fingerprint_with(model, self.policy.inputs_fingerprint, WeightsFile(file, size), sha256)
         return WeightsToSend(path, size, sha256, fingerprint)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
-        """Write the new reference; return the file's SHA-256.
-
-        It is alpha * policy + (1 - alpha) * old reference: TR-DPO's soft update (Gorbatovski et al., arXiv:2404.09656).
-        A mixture is float32 whatever the policy is: with a small alpha a weight moves by less than bfloat16 can show.
-        """
-        alpha = self._alpha
+        """Write alpha * policy + (1 - alpha) * old reference; return the file's SHA-256. (TR-DPO's soft update,
+        Gorbatovski et al., arXiv:2404.09656.) A mixture is float32: with a small alpha a weight moves by less than
+        bfloat16 can show."""
+        alpha = self.config.ref_mixup_alpha
         if alpha == 1 or self._current is None:
             return write_weights(path, weights, None if alpha == 1 else torch.float32)
         with open(self._current / _FILE, "rb") as file:

@@ -31,7 +31,7 @@ from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
 from grpo.sampling.rows import PREFILL_TOKENS, slots
 from grpo.trainer.deepspeed_engine import in_8_bits
-from grpo.trainer.inputs import Inputs
+from grpo.trainer.setup import Inputs
 from grpo.wire.picture_files import PicturedPrompt
 
 TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model
@@ -46,11 +46,9 @@ class RankWork:
     config: TrainerConfig
     ranks: int
     longest_prompt: int
-    held_out: int
-    """examples to evaluate on"""
+    held_out: int  # examples to evaluate on
     processor: PictureProcessor | None = None
-    pictured: PicturedPrompt | None = None
-    """the prompt with the most tokens of pictures; None without pictures"""
+    pictured: PicturedPrompt | None = None  # the prompt with the most tokens of pictures; None without pictures
 
     @classmethod
     def of(cls, config: TrainerConfig, ranks: int, inputs: Inputs) -> RankWork:
@@ -78,7 +76,6 @@ class RankWork:
 
     @property
     def sequence(self) -> int:
-        """the tokens of a prompt with a completion"""
         return self.longest_prompt + self.config.max_completion_length
 
     @property
@@ -95,12 +92,6 @@ class RankWork:
         return Pictures(self.processor, self.pictured, prompts) if self.pictured is not None else None
 
     @property
-    def pictured_prompts(self) -> int:
-        """how many prompts with pictures, each with a token of each completion, a micro-batch has at most"""
-        least = len(self.pictured or ()) + self.config.num_generations
-        return min(self.prompts, max(1, self.tokens // least))
-
-    @property
     def kept_pixels(self) -> int:
         """the bytes of pixels that are kept in the machine's memory, of a round's pictures at most"""
         if self.pictured is None:
@@ -109,39 +100,39 @@ class RankWork:
         of_prompt = sum(value.nbytes for of_picture in inputs for value in of_picture.values())
         return min(KEPT_BYTES, of_prompt * self.prompts * self.config.steps_per_generation)
 
-    @property
-    def copies(self) -> float:
-        """how often a key is laid out: a prompt's before each of its completions too"""
-        return (self.longest_prompt + self.config.num_generations * self.sequence) / self.group
-
 
 def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_type: str) -> Memory:
-    """Return a rank's memory from the second step on.
-
-    The model is on device meta, with its adapter, and with checkpointed activations if the run has them. It is not
-    quantized there: the settings name the run's quantization. Raises NotImplementedError if it does not run on meta.
-    """
+    """Return a rank's memory from the second step on. The model is on device meta, as the run trains it but for the
+    quantization, which the settings name. Raises NotImplementedError if it does not run there."""
     config, cuda, item = work.config, device_type == "cuda", model.dtype.itemsize
-    share, largest = _share(model, work), max(_sizes(model))
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    share, largest, zero = -(-sum(sizes) // work.ranks), max(sizes), ds_config["zero_optimization"]
+    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    # DeepSpeed adds gradients in 16 bits up in one piece in fp32, which AdamW reads too.
+    in_fp32 = item == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     eight_bit = sum(weight.numel() for weight in in_8_bits(model)) if config.optim == "adamw_8bit" else 0
     packed = -(-eight_bit // work.ranks)  # a byte for each of both moments, and two constants for 256
     optimizer = {"masters": 4 * share, "AdamW's moments": 8 * (share - packed) + 2 * packed + 8 * -(-packed // 256)}
     standing = {"weights": weights(model, config.quantization)}
-    if _offloads(ds_config):
+    if offloads:
         standing["a gradient"] = item * largest
-        in_16_bits = 0 if _sums_in_fp32(model, ds_config) else item * max(share, largest)
+        in_16_bits = 0 if in_fp32 else item * max(share, largest)
         optimizer["gradients"] = 4 * share + in_16_bits + item * largest  # in fp32, and as they come
         optimizer["weights on their way back"] = item * share
-    in_host = cuda and _offloads(ds_config)
+    in_host = cuda and offloads
 
-    head, pictures = model.get_output_embeddings().weight, work.pictures(work.pictured_prompts)
-    size = work.tokens, work.sequence, device_type, work.copies
+    least = len(work.pictured or ()) + config.num_generations  # a prompt with pictures, a token of each completion
+    pictures = work.pictures(min(work.prompts, max(1, work.tokens // least)))
+    head = model.get_output_embeddings().weight
+    # A key of a prompt is laid out before each of its completions too.
+    copies = (work.longest_prompt + config.num_generations * work.sequence) / work.group
+    size = work.tokens, work.sequence, device_type, copies
     of_tokens = {
         "activations": activations(model, *size, backward=True, pictures=pictures),
         "head's gradient": item * head.numel() if head.requires_grad else 0,  # until the embeddings' is there, if tied
         **beside_products(model, config.quantization, work.tokens),
     }
-    begin, end, step = _gradients(model, work, ds_config, cuda)
+    begin, end, step = _gradients(work, item, sizes, zero, in_fp32, offloads, cuda)
     if eight_bit and not cuda:
         step["bitsandbytes' moments in fp32"] = 20 * share  # on a CPU alone
     outside = {"CUDA": CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS, "pixels": work.kept_pixels}
@@ -160,31 +151,15 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     )
 
 
-def _sizes(model: PreTrainedModel) -> list[int]:
-    return [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _share(model: PreTrainedModel, work: RankWork) -> int:
-    return -(-sum(_sizes(model)) // work.ranks)
-
-
-def _offloads(ds_config: dict) -> bool:
-    return (ds_config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
-
-
-def _sums_in_fp32(model: PreTrainedModel, ds_config: dict) -> bool:
-    """Tell whether DeepSpeed adds gradients in 16 bits up in one piece in fp32, which AdamW reads too."""
-    return model.dtype.itemsize == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-
-
-def _gradients(model: PreTrainedModel, work: RankWork, ds_config: dict, cuda: bool) -> tuple[Terms, Terms, Terms]:
+def _gradients(
+    work: RankWork, item: int, sizes: list[int], zero: dict, in_fp32: bool, offloads: bool, cuda: bool
+) -> tuple[Terms, Terms, Terms]:
     """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step.
 
     The ranks sum a bucket of gradients at a time. A parameter larger than a bucket is summed alone, and held twice. A
     GPU's memory is taken whole with the first gradient, a CPU's as it is written.
     """
-    zero, item, sizes, share = ds_config["zero_optimization"], model.dtype.itemsize, _sizes(model), _share(model, work)
-    in_fp32, offloads, largest = _sums_in_fp32(model, ds_config), _offloads(ds_config), max(sizes)
+    share, largest = -(-sum(sizes) // work.ranks), max(sizes)
     # The defaults are DeepSpeed's.
     bucket, buckets = int(zero.get("reduce_bucket_size", 500_000_000)), 1 + bool(zero.get("overlap_comm"))
     small = sum(size for size in sizes if size <= bucket)
@@ -226,8 +201,7 @@ def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms
 
 
 def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> Terms:
-    """Return the highest of the prompts' forward pass, that of answers of tools or an environment, and that of the last
-    token (grpo/sampling/rows.py)."""
+    """Return the highest of the passes of prompts, of answers, and of the last token (grpo/sampling/rows.py)."""
     config, (_, keys), item = work.config, attention_widths(model), model.dtype.itemsize
     text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
     prompt, completion = work.longest_prompt, config.max_completion_length

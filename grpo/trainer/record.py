@@ -19,7 +19,7 @@ from grpo.rewards.functions import TrainerState
 from grpo.run.collective import gather
 from grpo.run.exit import EndRun
 from grpo.run.folder import save_model
-from grpo.run.recorder import BAD_STEPS
+from grpo.run.json_lines import with_error
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
 from grpo.trainer.rewarding import RewardsLost
@@ -28,16 +28,11 @@ from grpo.trainer.step_result import StepResult
 
 log = logging.getLogger(__name__)
 
-FLAT_STEPS = 5
-"""steps in a row without signal after which a warning says so, once until a step has signal again"""
-MOST_BAD_STEPS = 5
-"""steps in a row that teach nothing, after which the run ends: one or two may be a reward out of scale"""
-EVAL_RECORDED = 32
-"""held-out answers in the record of each evaluation"""
-SAMPLE_STEPS = 50
-"""steps from one completion in the log to the next"""
-_HALF_SAMPLE = 300
-"""characters of a prompt's or completion's begin, and of its end, in the log"""
+FLAT_STEPS = 5  # steps in a row without signal after which a warning says so, once until a step has signal again
+MOST_BAD_STEPS = 5  # steps in a row that teach nothing, after which the run ends: a few may be a reward out of scale
+EVAL_RECORDED = 32  # held-out answers in the record of each evaluation
+SAMPLE_STEPS = 50  # steps from one completion in the log to the next
+_HALF_SAMPLE = 300  # characters of a prompt's or completion's begin, and of its end, in the log
 
 
 def progress_bar(run: Run) -> tqdm:
@@ -52,19 +47,9 @@ def progress_bar(run: Run) -> tqdm:
     )
 
 
-def evaluate_first(run: Run) -> dict[str, float]:
-    """Evaluate the policy before the first step of a run that begins, and record the metrics; else return none."""
-    if run.progress.step > 0 or not run.inputs.held_out:
-        return {}
-    evaluated = evaluate_policy(run, 0)
-    if run.recorder:
-        run.recorder.metrics(0, evaluated)
-    return evaluated
-
-
 @contextmanager
 def raised_later(lost: list[Exception]) -> Iterator[None]:
-    """Put the error of lost servers or rewards into `lost`: the loop raises it once the step is recorded."""
+    """Put the error of lost servers or rewards into `lost`, for raise_if_over once the step is recorded."""
     try:
         yield
     except (ServersLost, RewardsLost) as error:
@@ -72,8 +57,8 @@ def raised_later(lost: list[Exception]) -> Iterator[None]:
 
 
 def evaluate_policy(run: Run, step: int) -> dict[str, float]:
-    """Return the metrics of an evaluation after this step, and record its first greedy answers. All ranks call it
-    together. Raises OutOfMemory, RewardsLost."""
+    """Return the metrics of an evaluation after this step, and record its first greedy answers; of step 0 the metrics
+    too. All ranks call it together. Raises OutOfMemory, RewardsLost."""
     config, examples, ranks = run.config, run.inputs.held_out, run.ranks
     with explain_shortage(lambda: (f"{EVALUATION} after step {step}", EVALUATION), config, run.checkpoints.way_on):
         log.info("step %d: evaluating %d held-out problems", step, len(examples))
@@ -84,22 +69,20 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
     if run.recorder:
         recorded = sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED]
         run.recorder.completions(step, "eval", with_pictures(recorded, examples))
+        if step == 0:
+            run.recorder.metrics(0, metrics)
         log.info("step %d: %s", step, describe_evaluation(metrics))
     return metrics
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
     """Return the numbers of an evaluation in a line: accuracy if a reward function is a verdict, else rewards."""
-    kind = "accuracy" if "eval_accuracy" in metrics else "reward"
-    mean, error = metrics[f"eval_{kind}"], metrics[f"eval_{kind}_se"]
-    shown = {}
-    by_function = [name for name in metrics if name.startswith("eval_rewards/")]
-    if kind == "reward" and len(by_function) > 1:
-        shown |= {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in by_function}
-    shown |= {"format": "eval_format"} if "eval_format" in metrics else {}
-    shown |= {name[5:]: name for name in metrics if name.startswith("eval_pass@") and not name.endswith("_se")}
-    parts = [f"held-out {kind} {mean:.3f} ± {error:.3f} (n={metrics['eval_n']})"]
-    return ", ".join(parts + [f"{label} {metrics[name]:.3f}" for label, name in shown.items()])
+    kind, others = ("accuracy", ()) if "eval_accuracy" in metrics else ("reward", ("eval_rewards/",))
+    parts = [f"held-out {kind} {with_error(metrics, f'eval_{kind}')} (n={metrics['eval_n']})"]
+    for name, value in metrics.items():
+        if name.startswith(("eval_format", "eval_pass@", *others)) and not name.endswith("_se"):
+            parts.append(f"{name.removeprefix('eval_').removeprefix('rewards/').removesuffix('/mean')} {value:.3f}")
+    return ", ".join(parts)
 
 
 def record_step(
@@ -124,34 +107,27 @@ def record_step(
         log.info("step %d, reward %.2f of this completion:\n%s", step, samples[0]["reward"], texts)
     if skipped:
         run.recorder.bad_step(step, skipped)
-    for complaint in _complaints(run, step, result):
-        log.warning("%s", complaint)
+    _warn(run, step, result)
 
 
-def _complaints(run: Run, step: int, result: StepResult) -> Iterator[str]:
-    """Yield what went wrong in a step."""
-    count = result.completions
-    if not result.applied:
-        kept = f"its {count} completions are in {run.folder / BAD_STEPS}"
-        yield f"step {step} is skipped: its loss or gradient is not finite; {kept}"
-    if result.masked:
-        cut = f"all {count} completions are cut at max_completion_length"
-        yield f"step {step} does nothing: {cut}, and mask_truncated_completions leaves them out"
-    if not result.rewarded:
-        reason = f"{', '.join(run.inputs.rewards)} returned None for every completion"
-        yield f"step {step} has no reward: {reason}: see 'Steps have no reward' in docs/troubleshooting.md"
+def _warn(run: Run, step: int, result: StepResult) -> None:
+    """Say what went wrong in a step."""
+    if result.fault:
+        log.warning("step %d %s", step, result.fault)
     failed = result.metrics.get("tools/failure_frequency", 0.0)
     if failed > 0.5 and not run.progress.most_calls_failed:
-        answers = f"their answers are in {run.folder / 'completions.jsonl'}"
-        first = "the first failure of a tool that raised is above, or in the log of a pool's worker"
-        yield f"step {step}: {100 * failed:.0f} % of the calls of tools failed: {answers}, and {first}"
+        log.warning(
+            "step %d: %.0f %% of the calls of tools failed: their answers are in %s, and the first failure of a tool "
+            "that raised is above, or in the log of a pool's worker",
+            *(step, 100 * failed, run.folder / "completions.jsonl"),
+        )
     run.progress.most_calls_failed = failed > 0.5
     if run.progress.flat_steps == FLAT_STEPS:
-        estimator, reason = run.config.advantage_estimator, "all completions of each prompt earned the same reward"
-        if estimator != "grpo":
-            reason = f"every completion had an advantage of 0 by {estimator}"
-        flat = f"in steps {step - FLAT_STEPS + 1} to {step} {reason} (mean {result.metrics['reward']:.3g})"
-        yield f"{flat}, so they taught nothing: see 'The reward is flat' in docs/troubleshooting.md"
+        log.warning(
+            "in steps %d to %d every completion had an advantage of 0 (mean reward %.3g), so they taught nothing: see "
+            "'The reward is flat' in docs/troubleshooting.md",
+            *(step - FLAT_STEPS + 1, step, result.metrics["reward"]),
+        )
 
 
 def describe_step(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> str:
@@ -159,7 +135,7 @@ def describe_step(metrics: Mapping[str, float], evaluated: Mapping[str, float]) 
     words = [f"{metrics['step_time']:.1f} s", f"reward {metrics['reward']:.2f}"]
     if "eval_accuracy" in evaluated:
         words.append(f"held-out {evaluated['eval_accuracy']:.1%}")
-    elif "eval_reward" in evaluated:
+    elif evaluated:
         words.append(f"held-out {evaluated['eval_reward']:.2f}")
     if "kl" in metrics:
         words.append(f"kl {metrics['kl']:.3f}")
@@ -200,33 +176,18 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
 
 def _place(run: Run) -> tuple[str, str]:
     """Return where the step in work is, and its phase; "" between phases."""
-    clock, step = run.ranks.watchdog.clock, f"step {run.ranks.watchdog.step}"
-    if clock.open:
-        return f"{clock.open[-1]} of {step}", clock.open[-1]
-    return f"{step}, after {clock.ended or 'its begin'}", ""
+    phase = next(reversed(run.ranks.watchdog.clock.open), "")
+    return f"{phase or 'between phases'} of step {run.ranks.watchdog.step}", phase
 
 
-def raise_if_over(run: Run, step: int, result: StepResult) -> None:
-    """Raise EndRun if too many steps in a row taught the policy nothing, or a signal asks the run to stop."""
+def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]) -> None:
+    """Raise what raised_later kept, or EndRun if too many steps in a row taught nothing, or a signal asks to stop."""
+    if lost:
+        raise lost[-1]
     bad_steps = run.progress.bad_steps
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
-        if result.masked:
-            reason = (
-                "every completion of the last was cut at max_completion_length="
-                f"{run.config.max_completion_length}: begin a new run with a larger one, or without "
-                "mask_truncated_completions"
-            )
-        elif result.applied:
-            reason = (
-                f"in the last {', '.join(run.inputs.rewards)} returned None for every completion: read some in "
-                f"{run.folder / 'completions.jsonl'}, and make sure that one of the functions applies to them"
-            )
-        else:
-            reason = (
-                "the loss or gradient of the last was not finite, so it was not applied: look for rewards out of scale "
-                f"in {run.folder / BAD_STEPS}, or begin a new run with a lower learning_rate"
-            )
-        raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: {reason}")
+        steps = ", ".join(map(str, bad_steps))
+        raise EndRun(f"steps {steps} taught the policy nothing: the last {result.fault}")
     if result.signal and step < run.config.max_steps:
         raise EndRun(f"stopped by signal {result.signal}", 128 + result.signal)
 

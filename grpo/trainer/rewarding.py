@@ -37,14 +37,13 @@ def score_rollouts(
     logged: Logged | None = None,
     key: Key = (),
 ) -> np.ndarray:
-    """Compute the rewards of rollouts of these examples, one example for each rollout. The functions log to `logged`;
-    their random numbers follow from `key`.
+    """Compute the rewards of rollouts, of one example each: float64 [len(functions), len(rollouts)], NaN for a function
+    that does not apply. The functions log to `logged`; their random numbers follow from `key`. Raises as
+    compute_rewards.
 
     As in TRL, a prompt that is a list of messages in the dataset, and its completion, are given as lists of messages. A
     prompt that is text is given as the model reads it, its chat template applied, and its completion as text.
     `prompt_texts` is that text of both kinds, which TRL lacks. Reward models are given the whole conversation.
-
-    Returns float64 [len(functions), len(rollouts)], NaN for a function that does not apply. Raises as compute_rewards.
     """
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     columns["completion_ids"] = [rollout.completion_ids for rollout in rollouts]
@@ -143,12 +142,10 @@ class Rewarder:
         logged: Logged | None = None,
         key: Key = (),
     ) -> torch.Tensor:
-        """Compute the rewards of rollouts: float64 [names, rollouts], NaN for a reward that does not apply.
-
-        The functions' random numbers follow from the run's seed, the step in `state`, and `key`, which no other batch
-        of the step has. The punishment for length counts the tokens of answers too, as max_completion_length does, and
-        applies only beside another reward. Raises RewardError, ServerError.
-        """
+        """Compute the rewards of rollouts: float64 [names, rollouts], NaN for a reward that does not apply. Random
+        numbers follow from the run's seed, the step in `state`, and `key`, which no other batch of the step has. The
+        punishment for length counts the tokens of answers too, and applies only beside another reward. Raises
+        RewardError, ServerError."""
         config, key = self._config, (self._config.seed, state.global_step, *key)
         by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged, key))
         given = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]

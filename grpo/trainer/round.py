@@ -8,6 +8,7 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,41 +32,35 @@ from grpo.trainer.rewarding import Rewarder, fail_together
 from grpo.trainer.step import ReferenceRequests, policy_logprobs, split_masked, wait_for_reference
 
 
+@dataclass
 class Rounds:
     """The source of a run's rounds: completions of the policy as it is, with all that the updates need."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        model: PreTrainedModel,
-        sampler: Sampler,
-        batcher: Batcher,
-        stream: PromptStream,
-        rewarder: Rewarder,
-        client: ReferenceClient | None,
-        adapter_off: AdapterOffReference | None,
-    ):
-        """`client` is None without servers, `adapter_off` is None unless the policy itself is the reference."""
-        self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher
-        self._stream, self._rewarder, self._weights = stream, rewarder, rewarder.weights
-        self._client, self._adapter_off = client, adapter_off
+    config: TrainerConfig
+    model: PreTrainedModel
+    sampler: Sampler
+    batcher: Batcher
+    stream: PromptStream
+    rewarder: Rewarder
+    client: ReferenceClient | None  # None without servers
+    adapter_off: AdapterOffReference | None  # None unless the policy itself is the reference
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
+
+    def __post_init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._state = TrainerState()
-        self.logged: dict[str, list[float]] = {}
-        """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
+        self._weights, self._state = self.rewarder.weights, TrainerState()
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
-        """Draw round `number` (from 0) with the policy as it is after so many updates. All ranks call it together.
-
-        Returns the batch of each of its steps, and how many groups were replaced. Raises ServersLost and RewardsLost.
-        """
-        config = self._config
+        """Draw round `number` (from 0) with the policy as it is after so many updates. Return the batch of each of its
+        steps, and how many groups were replaced. All ranks call it together. Raises ServersLost and RewardsLost."""
+        config = self.config
         steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
-        examples, ids = self._stream.groups_of(steps, self._rank, self._world_size)
+        examples, ids = self.stream.groups_of(steps, self._rank, self._world_size)
         requests: ReferenceRequests = {}
         self._state = TrainerState(updates, config.max_steps)
         with clock("generate"):
-            self._sampler.update_weights(updates)
+            self.sampler.update_weights(updates)
         with fail_together():
             with clock("generate"):
                 groups = self._draw(examples, ids, 0, requests)
@@ -82,8 +77,8 @@ class Rounds:
             with clock("old_logprobs"):
                 for sample, logprobs in self._score(scored):
                     sample.old_logprobs = logprobs
-        if self._adapter_off is not None:
-            with clock("ref_logprobs"), self._adapter_off.in_place():
+        if self.adapter_off is not None:
+            with clock("ref_logprobs"), self.adapter_off.in_place():
                 for sample, logprobs in self._score(samples_by_step):
                     sample.ref_logprobs = logprobs
 
@@ -107,7 +102,7 @@ class Rounds:
 
     def ask_again(self, batches: list[StepBatch]) -> None:
         """Ask the reference about the groups of a resumed run's batches that had no answer when the run was saved."""
-        for batch in batches if self._client is not None else []:
+        for batch in batches if self.client is not None else []:
             unanswered = {sample.group_id for sample in batch.samples if sample.ref_logprobs is None}
             self._ask([group for group in batch.groups if group.id in unanswered], batch.requests)
 
@@ -116,7 +111,7 @@ class Rounds:
             (f"group {group.id}", group.example.prompt_ids, [rollout.completion_ids for rollout in group.rollouts])
             for group in groups
         ]
-        requests |= zip((group.id for group in groups), self._client.request_groups(asked), strict=True)
+        requests |= zip((group.id for group in groups), self.client.request_groups(asked), strict=True)
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int, requests: ReferenceRequests) -> list[Group]:
         """Draw a group for each example. Ask the reference about groups as they end, those that end together in one
@@ -125,9 +120,9 @@ class Rounds:
         def ask(ended: dict[int, list[Rollout]]) -> None:
             self._ask([Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()], requests)
 
-        config, on_groups = self._config, ask if self._client is not None else None
+        config, on_groups = self.config, ask if self.client is not None else None
         seed = config.seed + (attempt << 32)  # a replacement has its group's id, so it is drawn with another seed
-        sampled = self._sampler.sample(examples, config.num_generations, config.temperature, seed, on_groups, ids)
+        sampled = self.sampler.sample(examples, config.num_generations, config.temperature, seed, on_groups, ids)
         return list(map(Group, ids, examples, sampled))
 
     def _reward(self, groups: list[Group], attempt: int) -> torch.Tensor:
@@ -135,7 +130,7 @@ class Rounds:
         logged = Logged()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         examples = [group.example for group in groups for _ in group.rollouts]
-        by_function = self._rewarder.compute(examples, rollouts, self._state, logged, (self._rank, attempt))
+        by_function = self.rewarder.compute(examples, rollouts, self._state, logged, (self._rank, attempt))
         for name, values in logged.metrics.items():
             self.logged.setdefault(name, []).extend(values)
         if logged.extra:
@@ -147,13 +142,13 @@ class Rounds:
     def _reward_greedy(self, groups: list[Group], clock: PhaseClock, attempt: int) -> torch.Tensor:
         """Compute the rewards of greedy completions of the groups' prompts, which are not trained on: float64
         [functions, groups]. With another advantage_estimator than remax nothing is drawn and all are 0."""
-        if self._config.advantage_estimator != "remax":
-            return torch.zeros(len(self._rewarder.names), len(groups), dtype=torch.float64)
+        if self.config.advantage_estimator != "remax":
+            return torch.zeros(len(self.rewarder.names), len(groups), dtype=torch.float64)
         examples = [group.example for group in groups]
         with clock("generate"):
-            rollouts = self._sampler.greedy(examples)
+            rollouts = self.sampler.greedy(examples)
         with clock("reward"):
-            return self._rewarder.compute(examples, rollouts, self._state, key=(self._rank, attempt, "greedy"))
+            return self.rewarder.compute(examples, rollouts, self._state, key=(self._rank, attempt, "greedy"))
 
     def _replace(
         self,
@@ -166,7 +161,7 @@ class Rounds:
     ) -> int:
         """Replace groups without signal by groups of other prompts, in `groups`, `by_function` and `greedy`, up to
         max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
-        config, replaced = self._config, 0
+        config, replaced = self.config, 0
         for attempt in range(1, config.max_resample + 1):
             rows = (~groups_with_signal(by_function, self._weights, config, greedy)).nonzero().flatten().tolist()
             on_all_ranks = sum(gather(len(rows)))
@@ -180,7 +175,7 @@ class Rounds:
             with fail_together():
                 with clock("generate"):
                     places = [group_id - first_step * config.prompts_per_step for group_id in ids]
-                    examples = self._stream.replacements(first_step, config.steps_per_generation, attempt, places)
+                    examples = self.stream.replacements(first_step, config.steps_per_generation, attempt, places)
                     new_groups = self._draw(examples, ids, attempt, requests)
                 if rows:
                     with clock("reward"):
@@ -193,8 +188,8 @@ class Rounds:
     def _score(self, by_step: list[list[Sample]]) -> Iterator[tuple[Sample, np.ndarray]]:
         """Yield each step's samples with the model's log-probs of them, in the micro-batches of that step's update."""
         for samples in by_step:
-            for rows in split_masked(samples, self._config):
-                logprobs, _ = policy_logprobs(self._model, rows, self._config, self._batcher)
+            for rows in split_masked(samples, self.config):
+                logprobs, _ = policy_logprobs(self.model, rows, self.config, self.batcher)
                 yield from zip(rows, logprobs, strict=True)
 
     def _kl(self, samples: list[Sample], clock: PhaseClock, requests: ReferenceRequests) -> torch.Tensor:
@@ -207,7 +202,7 @@ class Rounds:
             except ServerError as error:
                 lost = error
         raise_together(lost, ServersLost)
-        return torch.stack([summed_kl(sample, self._config.kl_estimator) for sample in samples])
+        return torch.stack([summed_kl(sample, self.config.kl_estimator) for sample in samples])
 
 
 def make_samples(group: Group) -> list[Sample]:
@@ -223,7 +218,6 @@ def make_samples(group: Group) -> list[Sample]:
 
 
 def summed_kl(sample: Sample, estimator: str) -> torch.Tensor:
-    """Return the KL of a whole completion in nats, a float64 scalar, by the policy as the round began, over the tokens
-    that the policy chose."""
+    """Return the KL of the tokens that the policy drew, in nats, a float64 scalar, by the policy as the round began."""
     policy, reference = torch.from_numpy(sample.old_logprobs), torch.from_numpy(sample.ref_logprobs)
     return kl_divergence(policy.double(), reference.double(), estimator).sum()

@@ -29,8 +29,7 @@ from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import PhaseClock, Stats, add_stats
 from grpo.wire.picture_files import pictures_of
 
-DRIFT = "drift/"
-"""before a group's id: the distance of the sampler's log-probs from the policy's, of each of its tokens"""
+DRIFT = "drift/"  # before a group's id: each token's distance of the sampler's log-prob from the policy's
 ReferenceRequests = dict[int, Future[list[np.ndarray]]]
 """The requests to the reference servers, by group id. An answer has the float32 log-probs of each completion."""
 
@@ -50,9 +49,8 @@ def update(
     The gradient is that of the loss over the whole step. Samples without reference log-probs take them from the answers
     to `requests`. Samples that are trained on again keep the policy's log-probs before this step as `old_logprobs`.
     A step whose loss or gradient is not finite changes no weight on any rank: see `engine.was_step_applied()`. If every
-    completion of every rank is masked, the engine is not called, and the stats have no "loss".
-
-    Raises ServersLost on every rank, with the weights unchanged, if the reference did not answer a request.
+    completion of every rank is masked, the engine is not called, and the stats have no "loss". Raises ServersLost on
+    every rank, with the weights unchanged, if the reference did not answer a request.
     """
     samples, _ = split_masked(samples, config)
     high_entropy = None
@@ -100,8 +98,7 @@ class _Step:
     entropy_coef: float
     requests: ReferenceRequests
     size: StepSize
-    chosen: torch.Tensor | None
-    """how many of the step's tokens chose each expert; None without a balance loss"""
+    chosen: torch.Tensor | None  # how many of the step's tokens chose each expert; None without a balance loss
     lost: ServerError | None = None
     trained: list[Sample] = field(default_factory=list)
     old_logprobs: list[torch.Tensor] = field(default_factory=list)
@@ -137,7 +134,7 @@ class _Step:
                     collected[name].append(value)
 
     def _forward(self, rows: list[Sample], high_entropy: list[np.ndarray] | None) -> tuple[Tokens, torch.Tensor | None]:
-        """Run the model. Return what the loss is computed from, and with a balance loss the routers' logits."""
+        """Return what the loss is computed from, and with a balance loss the routers' logits."""
         model, temperature, device = self.engine.module, self.config.temperature, self.engine.module.device
         batch, routers = _make(rows, self.batcher, device), None
         if self.chosen is None:
@@ -208,11 +205,8 @@ def policy_logprobs(
     batcher: Batcher,
     with_entropy: bool = False,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the model's log-probs of each sample, and its entropies on request: float32 [sample.tokens].
-
-    They are bit for bit those of an update on the same samples, which cuts them into the same micro-batches: in
-    bfloat16 another micro-batch rounds differently.
-    """
+    """Return the model's log-probs of each sample, and its entropies on request: float32 [sample.tokens], bit for bit
+    those of an update on the same samples: in bfloat16 another cut into micro-batches rounds differently."""
     logprobs = [np.zeros(0, np.float32)] * len(samples)
     entropies = list(logprobs)
     for indices in batcher.cut(_sequences(samples), config.micro_batch_tokens):
@@ -243,17 +237,16 @@ def _experts_chosen(
 
 
 def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
-    """Return all that is fed: the tokens of answers too."""
     return [(sample.prompt_ids, sample.completion_ids) for sample in samples]
 
 
 def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> Batch:
-    """Make a micro-batch. If the vision tower is trained and no prompt has a picture, add a small picture.
+    """Make a micro-batch. If the vision tower is trained and no prompt has a picture, add a small one without a
+    completion, whose gradient is 0.
 
-    ZeRO-2 sums a backward pass's gradients over the ranks as they arrive, a bucket at a time. Another rank may have
-    pictures in this pass: if gradients came in another order, ranks would add up those of different weights, or wait
-    for ever. So the tower runs, over a picture without a completion, whose gradient is 0. On one rank too: for an
-    offloaded parameter without a gradient DeepSpeed takes that of the step before.
+    ZeRO-2 sums gradients over the ranks as they arrive: if another rank has pictures, they would come in another order,
+    and ranks add up those of different weights, or wait for ever. On one rank too: for an offloaded parameter without a
+    gradient DeepSpeed takes that of the step before.
     """
     sequences, drawn = _sequences(samples), [sample.drawn for sample in samples]
     filler = batcher.vision.filler if batcher.vision is not None else None

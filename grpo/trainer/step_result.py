@@ -12,13 +12,12 @@ from grpo.config.errors import RewardError
 from grpo.data.records import Rollout, StepBatch
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats, step_metrics
+from grpo.run.recorder import BAD_STEPS
 from grpo.trainer.setup import Run
 from grpo.trainer.step import DRIFT
 
-_LOGGED = "log_metric:"
-"""before the name of a metric that reward functions log, among a step's numbers"""
-_FAILURES = "tool_failures"
-"""the calls of tools that failed, among a step's numbers"""
+_LOGGED = "log_metric:"  # before the name of a metric that reward functions log, among a step's numbers
+_FAILURES = "tool_failures"  # the calls of tools that failed, among a step's numbers
 
 
 @dataclass(frozen=True)
@@ -28,25 +27,17 @@ class Coefficients:
     beta: float
     entropy_coef: float
     learning_rate: float
-    ref_step: int
-    """step after which the policy became the reference; 0 for none"""
+    ref_step: int  # step after which the policy became the reference; 0 for none
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The result of a step, the same on every rank."""
 
-    metrics: dict[str, float]
-    """by TRL's names"""
-    completions: int
-    masked: bool
-    """True if every completion was masked: there was no token to train on"""
-    applied: bool
-    """False if the loss or gradient was not finite: DeepSpeed left the weights as they were"""
-    rewarded: bool
-    """False if no completion has a reward: each function returned None for all of them"""
-    signal: int
-    """number of the signal that a rank received; 0 for none"""
+    metrics: dict[str, float]  # by TRL's names
+    applied: bool  # False if the loss or gradient was not finite: DeepSpeed left the weights as they were
+    fault: str  # why the step taught the policy nothing, and what helps; empty if it taught something
+    signal: int  # number of the signal that a rank received; 0 for none
     drifts: list[tuple[int, float, int]]
     """(group id, mean distance of its sampler's log-probs from the policy's, tokens); empty without a pool"""
 
@@ -71,13 +62,14 @@ def step_result(
     masked = "loss" not in everyone
     is_applied = masked or run.engine.was_step_applied()
     rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
+    fault = _fault(run, everyone["completions/mean_length"].count, masked, is_applied, rewarded)
     learns, config, progress = is_applied and not masked, run.config, run.progress
     if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
         progress.num_tokens += int(everyone["tokens"].total)
     progress.masked_steps += masked
     is_flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
     progress.flat_steps = progress.flat_steps + 1 if is_flat else 0
-    progress.bad_steps = [] if learns and rewarded else [*progress.bad_steps, step]
+    progress.bad_steps = [*progress.bad_steps, step] if fault else []
     metrics = _metrics(run, everyone, applied, masked)
     metrics |= _adapt(run, everyone, applied, learns)
     for name, numbers in _with_prefix(everyone, _LOGGED):
@@ -91,9 +83,28 @@ def step_result(
         for group, numbers in _with_prefix(everyone, DRIFT)
         if math.isfinite(numbers.mean)
     ]
-    signal = max(of_rank for _, of_rank in by_rank)
-    completions = everyone["completions/mean_length"].count
-    return StepResult(metrics, completions, masked, is_applied, rewarded, signal, drifts)
+    return StepResult(metrics, is_applied, fault, max(signal for _, signal in by_rank), drifts)
+
+
+def _fault(run: Run, completions: int, masked: bool, applied: bool, rewarded: bool) -> str:
+    if masked:
+        return (
+            f"does nothing: all {completions} completions are cut at max_completion_length="
+            f"{run.config.max_completion_length}, and mask_truncated_completions leaves them out: begin a new run with "
+            "a larger one, or without mask_truncated_completions"
+        )
+    if not applied:
+        return (
+            f"is skipped: its loss or gradient is not finite; its {completions} completions are in "
+            f"{run.folder / BAD_STEPS}: look for rewards out of scale there, or begin a new run with a lower "
+            "learning_rate"
+        )
+    if not rewarded:
+        return (
+            f"has no reward: {', '.join(run.inputs.rewards)} returned None for every completion of "
+            f"{run.folder / 'completions.jsonl'}: see 'Steps have no reward' in docs/troubleshooting.md"
+        )
+    return ""
 
 
 def _with_prefix(stats: Mapping[str, Stats], prefix: str) -> list[tuple[str, Stats]]:

@@ -1,6 +1,7 @@
 """Steps whose loss or gradient is not finite: skipped, counted, kept, and after some in a row the end."""
 
 import math
+import re
 
 import pytest
 from trainer_runs import finish, lines, one_line, options, plain_python
@@ -43,10 +44,13 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
     ended = launch(2, "grpo_ref_split.py", *words)
     assert ended.returncode != 0
     (error,) = [line for line in ended.stdout.splitlines() if "error: steps" in line]
-    assert "steps 4, 5, 6, 7, 8 taught the policy nothing: the loss or gradient of the last was not finite" in error
+    assert (
+        "steps 4, 5, 6, 7, 8 taught the policy nothing: the last is skipped: its loss or gradient is not finite"
+        in error
+    )
     assert str(run / "bad_steps.jsonl") in error
     assert error.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 8")
-    assert ended.stdout.count("is skipped: its loss or gradient is not finite; its 16 completions are in") == 6
+    assert ended.stdout.count("is skipped: its loss or gradient is not finite; its 16 completions are in") == 6 + 1
 
     (tmp_path / "spoiled").write_text("")
     finish(2, words)
@@ -102,14 +106,13 @@ def train(model_folder, data_folder, tmp_path):
 def test_steps_without_any_reward_are_shown_and_end_the_run_after_some_in_a_row(train, tmp_path):
     """One function's are missing in steps 2 and 4 to 8, the other's always; a punishment for length is no reward."""
     output, error, rows = train("none", "never", max_steps=9, soft_punish_cache=4)
-    why = "none, never returned None for every completion"
-    assert f"steps 4, 5, 6, 7, 8 taught the policy nothing: in the last {why}" in error
-    assert str(tmp_path / "run/completions.jsonl") in error
+    why = f"has no reward: none, never returned None for every completion of {tmp_path}/run/completions.jsonl: see "
+    why += "'Steps have no reward' in docs/troubleshooting.md"
+    assert f"steps 4, 5, 6, 7, 8 taught the policy nothing: the last {why}" in error
     assert error.endswith(f"--resume_from_checkpoint last --output_dir {tmp_path / 'run'} goes on after step 8")
-    lost = [line.partition("step ")[2] for line in output.splitlines() if "has no reward" in line]
-    why = f"has no reward: {why}: see 'Steps have no reward' in docs/troubleshooting.md"
+    lost = re.findall(": step (.* has no reward.*)", output)
     assert lost == [f"{step} {why}" for step in (2, *range(4, 9))]
-    assert "earned the same reward" not in output
+    assert "an advantage of 0" not in output
     assert [row["rewards/none/mean"] is None for row in rows] == [False, True, False, *[True] * 5]
 
 
@@ -117,15 +120,18 @@ def test_steps_without_any_reward_are_shown_and_end_the_run_after_some_in_a_row(
 def test_five_steps_in_a_row_with_one_reward_for_all_are_shown_once(train):
     output, _, rows = train("flat", code=0, max_steps=9)
     assert [row["frac_reward_zero_std"] for row in rows] == [1, 0, *[1] * 7]
-    (line,) = [line for line in output.splitlines() if "earned the same reward" in line]
-    assert "in steps 3 to 7 all completions of each prompt earned the same reward (mean 0.5), so they taught" in line
+    (line,) = [line for line in output.splitlines() if "an advantage of 0" in line]
+    assert "in steps 3 to 7 every completion had an advantage of 0 (mean reward 0.5), so they taught" in line
     assert "flat gives 0.5 for the gold answer of the first prompt" in output
 
 
 @pytest.mark.slow
 def test_steps_without_a_token_to_train_on_end_the_run_after_some_in_a_row(train):
     _, error, rows = train(max_steps=6, max_completion_length=1, mask_truncated_completions=None)
-    assert "steps 1, 2, 3, 4, 5 taught the policy nothing: every completion of the last was cut at max_comp" in error
+    assert (
+        "steps 1, 2, 3, 4, 5 taught the policy nothing: the last does nothing: all 16 completions are cut at max_comp"
+        in error
+    )
     assert error.endswith("goes on after step 5")
     assert [row["masked_steps"] for row in rows] == [1, 2, 3, 4, 5]
 

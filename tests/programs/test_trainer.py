@@ -12,21 +12,11 @@ import sys
 import pytest
 import torch
 from altered_trainer import altered
-from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
+from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from rounding import NO_KL
 from servers import status
 from tracker_client import write_client
-from trainer_runs import (
-    check_alike,
-    finish,
-    lines,
-    one_line,
-    options,
-    plain_python,
-    start,
-    timeless,
-    wait_for_steps,
-)
+from trainer_runs import check_alike, finish, lines, one_line, options, plain_python, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
@@ -162,31 +152,15 @@ def test_bfloat16_with_a_linear_warm_up(data_folder, letters, tmp_path):
 
 
 @pytest.mark.slow
-@needs_gsm8k
-def test_three_steps_of_gsm8k(server, model_folder, letters, tmp_path):
-    run, system = tmp_path / "run", "Answer within <answer> tags."
-    changes = {"max_prompt_length": 460, "eval_samples": 12, "system_prompt": system}
-    finish(2, [*options(model_folder, GSM8K, run, ref_servers=server.url, **changes), *letters])
-    check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
-    sample = lines(run / "completions.jsonl")[0]
-    assert sample["prompt"].startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nJanet")
-    assert sample["answer"] == "18"
-
-
-@pytest.mark.slow
 def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_folder, data_folder, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n')
     begun = tmp_path / "begun/checkpoint-1"
     begun.mkdir(parents=True)
     write_progress(begun, {"ranks": 1, "settings": {}, "files": {}})  # of other settings
-    contradiction = tmp_path / "ds.json"
-    contradiction.write_text('{"train_batch_size": 7}')
     cases = [
         (dict(max_completion_length=500), "max_completion_length=500"),  # the model's config.json says it
         (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
-        (dict(dataset_name="/no/data"), "dataset_name='/no/data'"),
-        (dict(deepspeed=contradiction), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
         (dict(ref_servers=f"http://127.0.0.1:{free_port()}", ref_startup_timeout=1), "no reference server at"),
         (dict(output_dir=tmp_path / "old"), "it holds a run or an evaluation"),
         (dict(output_dir=begun.parent, resume_from_checkpoint="last"), "here: leave it as it was"),
@@ -234,10 +208,10 @@ def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "name"), [("sys.exit()", "sys.exit"), ("os._exit(0)", "os._exit(0)")])
+@pytest.mark.parametrize(("call", "name"), [("exit()", "sys.exit"), ("_exit(0)", "_exit(0)")])
 def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path, call, name):
-    file = tmp_path / "own.py"
-    file.write_text(f"import os, sys\n\ndef main():\n    os.fork() or os._exit(0)\n    {call}\n\nmain()\n")
+    file, heads = tmp_path / "own.py", "from os import _exit, fork\nfrom sys import exit"
+    file.write_text(f"{heads}\ndef main():\n    fork() or _exit(0)\n    {call}\n\nmain()\n")
     ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{file}:f", beta=0))
     assert ended.returncode == 1
     assert f"{name} was called at {file}:5 in main, before the work was done" in one_line(ended.stdout)

@@ -15,7 +15,7 @@ from pictured import drawing
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.run.folder import SaveError
-from grpo.run.recorder import Recorder, commit_of, describe_start, record_start
+from grpo.run.recorder import Recorder, commit_of, record_start
 
 PNG, JPEG = drawing(8, 8, 0), drawing(8, 8, 1, "JPEG")
 
@@ -76,10 +76,8 @@ def test_a_folder_that_is_gone_ends_the_run_at_its_next_step(tmp_path, change):
 
 def test_the_settings_of_a_run_are_those_it_went_on_with(tmp_path):
     for steps, name in ((10, None), (14, "last")):
-        settings = TrainerConfig(
-            max_steps=steps, resume_from_checkpoint=name, output_dir=str(tmp_path), report_to=["none"]
-        )
-        Recorder(settings, tmp_path, after=-1).close()
+        changes = {"max_steps": steps, "resume_from_checkpoint": name, "output_dir": str(tmp_path)}
+        Recorder(TrainerConfig(**changes, report_to=["none"]), tmp_path, after=-1).close()
         written = parse_arguments(TrainerConfig, "", ["--config", str(tmp_path / "config.yaml")])
         assert written.max_steps == steps and written.resume_from_checkpoint is None
 
@@ -87,7 +85,7 @@ def test_the_settings_of_a_run_are_those_it_went_on_with(tmp_path):
 def test_a_start_is_a_line(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["grpo_ref_split.py", "--local_rank=0", "--system_prompt", "two words"])
     for step in (0, 7):
-        record_start(tmp_path, describe_start(step, torch.device("cpu")))
+        record_start(tmp_path, step, torch.device("cpu"))
     first, second = lines(tmp_path / "starts.jsonl")
     assert (first["step"], second["step"]) == (0, 7)
     assert first["command"] == "grpo_ref_split.py --system_prompt 'two words'"

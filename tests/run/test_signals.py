@@ -11,11 +11,11 @@ import psutil
 import pytest
 from conftest import REPOSITORY
 
-from grpo.run.signals import _GRACE
+from grpo.run.exit import _GRACE
 
 WORK = """
 import sys, time
-from grpo.run.signals import Launcher, StopSignals
+from grpo.run.exit import Launcher, StopSignals
 stop = StopSignals(Launcher())
 print("ready", flush=True)
 while not stop.asked:
@@ -27,7 +27,7 @@ sys.stdin.readline()
 """
 UNREAD = """
 import sys
-from grpo.run.signals import Launcher, StopSignals
+from grpo.run.exit import Launcher, StopSignals
 stop = StopSignals(Launcher())
 print("ready", flush=True)
 sys.stdin.readline()
@@ -119,7 +119,7 @@ def test_a_screen_that_nobody_reads_any_more_asks_and_is_no_error():
 RANK = """
 import os, pathlib, time
 print("rank", os.getpid(), flush=True)
-from grpo.run.signals import Launcher
+from grpo.run.exit import Launcher
 while not pathlib.Path(os.environ["LOOK"]).exists():
     time.sleep(0.01)
 Launcher()

@@ -10,8 +10,7 @@ import pytest
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run.recorder import Recorder
-from grpo.run.trackers import SERVICES, check_report_to, open_trackers
+from grpo.run.recorder import SERVICES, Recorder, check_report_to, open_trackers
 
 
 def test_a_service_must_be_installed(monkeypatch):

@@ -19,7 +19,6 @@ def config(*options) -> TrainerConfig:
 
 def test_the_shipped_file_is_filled():
     filled = engine_config(config(), 6, GPU)
-    assert filled["zero_optimization"]["stage"] == 2
     assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (48 * 8, 64)
     assert (filled["gradient_accumulation_steps"], filled["managed_gradient_accumulation"]) == (1, False)
     assert filled["gradient_clipping"] == 1.0 and filled["bf16"] == {"enabled": True, "check_grad_overflow": True}
@@ -55,31 +54,23 @@ def zero(**settings) -> dict:
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        ({"train_batch_size": 8}, "train_batch_size is 8 but prompts_per_step x num_generations makes it 384"),
-        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu is 1 but .* / 2 ranks makes it 192"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4 but .* makes it 1"),
-        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but max_grad_norm makes it 1.0"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled is True but dtype makes it False"),
-        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow is False but .* not finite makes it True"),
-        (zero(compute_grad_norm=False), "zero_optimization.compute_grad_norm is False but .* not finite makes it True"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled is True but dtype, which is bfloat16 or float32, makes it False"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown is True but that DeepSpeed times"),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled is True but that DeepSpeed times"),
-        ({"optimizer": {"type": "Adam"}}, "optimizer is set there, but learning_rate"),
-        ({"scheduler": {}}, "scheduler is set there, but lr_scheduler_type"),
+        ({"train_batch_size": 8}, "train_batch_size is 8, and this run makes it 384: write 'auto' there"),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu is 1, .* makes it 192"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4, .* makes it 1"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5, .* makes it 1.0"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow is False, .* makes it True"),
+        (zero(compute_grad_norm=False), "zero_optimization.compute_grad_norm is False, .* makes it True"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is True, .* makes it False"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer is set there, .* take it out"),
+        ({"scheduler": {}}, "scheduler is set there, .* take it out"),
         (zero(stage=3), "zero_optimization.stage is 3: use 2"),
-        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer is True but torch's AdamW, .* it False"),
         (zero(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device is 'nvme': use 'cpu'"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype is 'bf16': with dtype float32 use"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype is 'bf16': with torch.float32 use"),
         ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
         ("[]", "write a JSON object"),
         ({"fp16": True}, "fp16 is True: write a JSON object"),
-        ({"data_types": None}, "data_types is None: write a JSON object"),
-        ({"zero_optimization": 2}, "zero_optimization is 2: write a JSON object"),
         (zero(offload_optimizer="cpu"), "zero_optimization.offload_optimizer is 'cpu'"),
         (zero(stge=2), "DeepSpeed refuses it: .* stge Extra inputs are not permitted"),
-        (zero(reduce_bucket_size="big"), "refuses it: .* reduce_bucket_size .* integer"),
         ({"sparse_gradients": True}, "DeepSpeed refuses it: Sparse compression .* has been removed"),
     ],
 )
@@ -91,9 +82,9 @@ def test_contradictions_are_refused(with_file, settings, expected):
 def test_what_agrees_and_what_is_not_ours_is_kept(with_file):
     filled = with_file({"gradient_clipping": 0.5} | zero(reduce_bucket_size=5), "--max_grad_norm", "0.5")
     assert filled["gradient_clipping"] == 0.5 and filled["zero_optimization"]["reduce_bucket_size"] == 5
-    # DeepSpeed's own defaults
-    filled = with_file(zero(reduce_bucket_size="auto", offload_optimizer=None))
-    assert not {"reduce_bucket_size", "offload_optimizer"} & {*filled["zero_optimization"]}
+    assert (
+        "reduce_bucket_size" not in with_file(zero(reduce_bucket_size="auto"))["zero_optimization"]
+    )  # DeepSpeed's own
 
 
 OFFLOADED = zero(offload_optimizer={"device": "cpu"})
@@ -103,12 +94,10 @@ OFFLOADED = zero(offload_optimizer={"device": "cpu"})
     "settings, dtype, expected",
     [
         ({}, "bfloat16", "fp32"),
-        ({}, "float32", "fp32"),
         ({"data_types": {"grad_accum_dtype": "auto"}}, "bfloat16", "fp32"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "bfloat16", "bf16"),
         (OFFLOADED, "bfloat16", "bf16"),
         (OFFLOADED, "float32", "fp32"),
-        (OFFLOADED | {"data_types": {"grad_accum_dtype": "fp32"}}, "bfloat16", "fp32"),
         (zero(offload_optimizer={"device": "none"}), "bfloat16", "fp32"),
     ],
 )

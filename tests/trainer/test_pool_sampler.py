@@ -4,13 +4,13 @@ said of a pool and its workers, and when a rank has waited too long."""
 import datetime
 import json
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from stored import WITH_TURNS, answered, damage
 
+from grpo.client.server_errors import ServersLost
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -20,7 +20,7 @@ from grpo.pool.client import Retrier
 from grpo.pool.store import Store
 from grpo.pool.task_tensors import decode_drawn
 from grpo.trainer.deepspeed_engine import Ranks
-from grpo.trainer.pool_sampler import GroupDeadline, PoolSampler, check_rows, describe_wait
+from grpo.trainer.pool_sampler import PoolSampler, check_rows, describe_wait
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS
 
 
@@ -69,14 +69,24 @@ def example(index: int, **columns) -> Example:
     return Example(index, "", [7, index + 3], columns)
 
 
-def test_a_task_has_its_row_and_a_rollout_its_segments(settings, ranks, tokenizer, tmp_path):
+@pytest.fixture
+def draw(settings, ranks, tokenizer, tmp_path):
+    """`draw(examples, **changes)`: the groups of a round, and the source that they came from."""
+
+    def sample(examples, **changes):
+        count, config = len(examples), settings(prompts_per_step=len(examples), **changes)
+        source = Kept(tmp_path / "pool.sqlite")
+        ask, stream = Retrier(source, 900.0, threading.Event()), PromptStream(examples, count, seed=0)
+        sampler = PoolSampler(config, source, ask, None, tokenizer, [2], stream, ranks)
+        sampler.update_weights(0)
+        return sampler.sample(examples, 2, 1.0, config.seed, ids=range(count)), source
+
+    return sample
+
+
+def test_a_task_has_its_row_and_a_rollout_its_segments(draw, tokenizer):
     text = "x" * (LONGEST_COLUMNS - 100)
-    examples, config = [example(index, secret="é", text=text) for index in range(40)], settings(prompts_per_step=40)
-    source = Kept(tmp_path / "pool.sqlite")
-    ask, stream = Retrier(source, 900.0, threading.Event()), PromptStream(examples, 40, seed=0)
-    sampler = PoolSampler(config, source, ask, None, tokenizer, [2], stream, ranks)
-    sampler.update_weights(0)
-    groups = sampler.sample(examples, 2, 1.0, config.seed, ids=range(40))
+    groups, source = draw([example(index, secret="é", text=text) for index in range(40)])
     for group, rollouts in enumerate(groups):
         task, is_drawn = source.store.find_task((group, 0))
         assert is_drawn and json.loads(task.columns) == {"secret": "é", "text": text}
@@ -99,7 +109,7 @@ def test_rows_that_no_environment_of_a_worker_can_have_are_refused_at_the_start(
     check_rows(config, [example(0, text="é", numbers=[1, None, float("nan")], more={"a": True})])
     with pytest.raises(ConfigError, match=r"^environment='.*': .* row 1 \(from 0\) has what is no JSON \(.*date"):
         check_rows(config, [example(0), example(1, day=day)])
-    with pytest.raises(ConfigError, match=r"row 0 \(from 0\) has [\d,]* bytes as JSON, and 1,048,576 are the most"):
+    with pytest.raises(ConfigError, match=r"of 1,048,576 bytes at most, and row 0 \(from 0\) has [\d,]* bytes: mend"):
         check_rows(config, [example(0, text="x" * LONGEST_COLUMNS)])
     check_rows(parse_arguments(TrainerConfig, "", ["--environment", config.environment]), [example(1, day=day)])
 
@@ -125,14 +135,18 @@ def test_what_is_waited_for_and_what_each_worker_does():
     )
 
 
-def test_a_group_of_any_rank_moves_the_deadline_on(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    deadline = GroupDeadline(20)
-    assert not deadline.is_over({"rounds": [{"drawn": 3}]})
-    now += 25
-    assert not deadline.is_over({"rounds": [{"drawn": 4}]})
-    now += 15
-    assert not deadline.is_over({"rounds": [{"drawn": 4}]})
-    now += 10
-    assert deadline.is_over({"rounds": [{"drawn": 4}]})
+def test_a_group_of_any_rank_moves_the_deadline_on(draw, monkeypatch):
+    now, looks = 1000.0, [(10, 4), (15, 4), (25, 4), (0, 3)]
+
+    def status():
+        nonlocal now
+        seconds, drawn = looks.pop()
+        now += seconds
+        return {"rounds": [{"round": 0, "tasks": 9, "drawn": drawn}]}
+
+    monkeypatch.setattr("grpo.trainer.pool_sampler.time.monotonic", lambda: now)
+    monkeypatch.setattr(Kept, "take", lambda *_: [])
+    monkeypatch.setattr(Kept, "status", lambda _: status())
+    with pytest.raises(ServersLost, match="no group of round 0 for 20 s: no worker asks this pool"):
+        draw([example(0)] * 3, pool_deadline=20)
+    assert not looks

@@ -280,7 +280,6 @@ def test_each_function_is_called_once_before_the_run_on_two_completions(tokenize
 @pytest.mark.parametrize(
     "name, timeout, reason",
     [
-        ("broken", None, "'broken' failed.*: ValueError"),
         ("broken", 20.0, "'broken' failed.*: ValueError"),
         ("single", None, "returned 1 rewards for 2 completions"),
         ("careless", None, "IndexError"),  # which one completion would not show

@@ -13,7 +13,7 @@ from scripted_turns import Scripted
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from benchmarks.sampling import NoText
-from benchmarks.train_memory import CARD_CASES, CASES, PHASES, TINY_CASES, Case, predict, run
+from benchmarks.train_memory import PHASES, Case, predict, run
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
 from grpo.model.memory import MIB, LiveTensors, Memory, total
@@ -21,8 +21,8 @@ from grpo.model.tree_attention import switch_on
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
 from grpo.sampling.rows import StepGraphs
-from grpo.trainer.policy import make_trainable
 from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
+from grpo.trainer.setup import make_trainable
 
 SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
 COUNT = sum(parameter.numel() for parameter in on_meta(qwen(2, 100, **SMALL), torch.float32).parameters())
@@ -52,10 +52,6 @@ def test_what_stands_by_hand(ranks):
     # Summed in fp32, and read there by AdamW.
     assert memory.phases[STEP]["gradients"] == 4 * share
     assert total(memory.outside) == (900 + 512 * (ranks > 1)) * MIB
-
-
-def test_a_case_is_found_by_its_name():
-    assert len(CASES | CARD_CASES | TINY_CASES) == len(CASES) + len(CARD_CASES) + len(TINY_CASES)
 
 
 def test_an_adapter_keeps_less_and_trains_what_peft_trains():
