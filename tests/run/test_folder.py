@@ -51,7 +51,6 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "name, reason",
     [
-        ("file", "Not a directory"),
         ("file/run", "Not a directory"),
         ("/proc/self/run", "No such file or directory"),
         (300 * "a", "File name too long"),

@@ -69,7 +69,7 @@ def test_the_card_of_a_model(model, tokenizer, data_folder, run):
 def test_a_model_of_the_hub_is_named_as_there(model, tokenizer, tmp_path):
     model = copy.copy(model)
     model.config = copy.copy(model.config)
-    model.config._name_or_path = "Qwen/Qwen2.5-1.5B-Instruct"
+    model.config.name_or_path = "Qwen/Qwen2.5-1.5B-Instruct"
     card = card_of(model, tokenizer, tmp_path / "model")
     assert card.data.base_model == "Qwen/Qwen2.5-1.5B-Instruct" and card.data.datasets == ["openai/gsm8k"]
     assert "held out" not in card.text and "torch" not in card.text.partition("## Training")[2]  # there is no record
@@ -117,6 +117,6 @@ def test_the_card_of_an_adapter(model, tokenizer, tmp_path):
     assert card.data.library_name == "peft" and "lora" in card.data.tags
     assert "A LoRA adapter of `tiny`" in card.text and "| lora_r | 32 |" in card.text and "FROM ." not in card.text
     served = f"--enable-lora --max-lora-rank 32 --lora-modules {tmp_path.name}=MODEL\n"
-    assert f"vllm serve {model.config._name_or_path} {served}" in card.text
+    assert f"vllm serve {model.config.name_or_path} {served}" in card.text
     merged = card_of(adapted, tokenizer, tmp_path / "merged", use_peft=True, merge_on_save=True)
     assert merged.data.library_name == "transformers" and "vllm serve MODEL" in merged.text

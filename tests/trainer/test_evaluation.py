@@ -137,12 +137,6 @@ def same(prompts, completions, answer, **columns):
 same.is_verdict = True
 
 
-def test_greedy_alone_is_the_default(ask):
-    metrics, completions = ask()
-    assert not [name for name in metrics if "@" in name]
-    assert [completion["sample"] for completion in completions] == [0] * 7
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 20])
 def test_ranks_share_the_work_without_changing_it(ask, world_size):
     _, alone = ask(num_generations_eval=4)
@@ -210,17 +204,9 @@ def test_without_a_verdict_the_rewards_are_what_counts():
     assert metrics["eval_reward_se"] == pytest.approx(statistics.stdev([2.0, -1.0, 2.0, -1.0]) / 2)
     assert [answer["reward"] for answer in completions] == [2.0, -1.0] * 2
     assert not completions[0].keys() & {"correct", "format"}
-
-
-def test_where_no_function_applies_there_is_no_reward():
-    metrics, _ = evaluated(4, {"length": length})
+    metrics, _ = evaluated(4, {"length": length})  # None for every second
     assert (metrics["eval_reward"], metrics["eval_rewards/length/mean"], metrics["eval_n"]) == (3.0, 3.0, 4)
-
-
-def test_the_overlong_punishment_counts_as_in_training():
-    metrics, _ = evaluated(4, {"length": length, "constant": constant}, max_completion_length=1, soft_punish_cache=1)
-    assert metrics["eval_rewards/soft_overlong_punishment/mean"] == -1.0
-    assert metrics["eval_reward"] == statistics.mean([1.0, -2.0, 1.0, -2.0])
+    assert not [name for name in metrics if "@" in name]
 
 
 def test_all_verdicts_that_apply_must_say_right():

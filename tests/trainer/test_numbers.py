@@ -1,4 +1,4 @@
-"""What a step counts of its completions, over all ranks, and what is shown of it."""
+"""What a step counts of its completions, over all ranks."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 
 from grpo.data.records import Outcome, Rollout
 from grpo.run.metrics import add_stats, step_metrics
-from grpo.trainer.record import describe_step
 from grpo.trainer.step_result import failure_frequency, stats_of_completions
 
 
@@ -44,22 +43,10 @@ def test_lengths_are_of_what_the_policy_drew_and_answers_are_counted_beside_them
     assert metrics(*ranks) == pytest.approx(expected)
 
 
-def test_without_a_completion_that_ended_or_a_call_there_is_no_length_and_no_failure():
+def test_what_no_completion_has_has_no_number():
     found = metrics([rollout("DD", finished=False)], [rollout("DDD", finished=False)])
     assert all(math.isnan(found[f"completions/{name}_terminated_length"]) for name in ("mean", "min", "max"))
     assert found["tools/failure_frequency"] == 0
-
-
-def test_without_turns_there_are_no_numbers_of_them():
     found = metrics([Rollout([5, 6, 7], True, "", [], 0)])
     assert found["completions/mean_length"] == 3
     assert not [name for name in found if "tool" in name or "turns" in name]
-
-
-def test_the_numbers_of_the_last_evaluation_are_not_taken_for_the_steps():
-    numbers = {"step_time": 3.42, "reward": 0.517, "kl": 0.0123, "tokens_per_second": 1234.0}
-    rest = "kl 0.012, 1234 tokens/s"
-    assert describe_step(numbers, {}) == f"3.4 s, reward 0.52, {rest}"
-    accuracy = {"eval_accuracy": 0.875, "eval_reward": 1.5}
-    assert describe_step(numbers, accuracy) == f"3.4 s, reward 0.52, held-out 87.5%, {rest}"
-    assert describe_step(numbers, {"eval_reward": 1.5}) == f"3.4 s, reward 0.52, held-out 1.50, {rest}"

@@ -9,7 +9,6 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Outcome, Rollout
 from grpo.rewards.functions import TrainerState
-from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.rewarding import Rewarder, join_rewards
 
 
@@ -59,15 +58,6 @@ def test_an_environment_alone_is_enough_and_the_punishment_counts_its_answers_to
     assert compute(rewarder, rollouts) == [[1.0] * 4, [0.0, 0.0, -0.5, -1.0]]
     # Where nothing else applies, it is no reward either.
     np.testing.assert_array_equal(compute(rewarder, [*rollouts[2:], rollout("a", 6)])[1], [-0.5, -1.0, math.nan])
-
-
-def test_evaluation_knows_what_an_environment_declares():
-    rewards = join_rewards({"length": length}, {"Game": Game})
-    settings = TrainerConfig(num_generations_eval=2)
-    check_verdicts(settings, rewards)
-    assert best_metric(settings, rewards) == "eval_accuracy"
-    assert best_metric(TrainerConfig(metric_for_best_model="rewards/Game/mean"), rewards) == "eval_rewards/Game/mean"
-    assert not Rewarder({"length": length}, {"length": length}, config("length")).full_rewards
 
 
 def test_a_function_and_an_environment_of_one_name_are_refused():

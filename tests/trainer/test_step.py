@@ -7,7 +7,6 @@ are in these sequences too, and have weight 0.
 
 import json
 import random
-import threading
 from concurrent.futures import Future
 
 import numpy as np
@@ -275,8 +274,3 @@ def test_waiting_for_the_reference_fills_the_samples_that_lack_its_logprobs():
     assert samples[0].ref_logprobs is known
     assert samples[1].ref_logprobs.tolist() == [-2.0, -2.0]
     assert samples[2].ref_logprobs is samples[3].ref_logprobs is None  # what a resumed run asks for again
-
-    requests[7] = Future()
-    threading.Timer(0.2, lambda: requests[7].set_result([logprobs(-3.0), logprobs(-4.0)])).start()
-    wait_for_reference(samples, requests)
-    assert [sample.ref_logprobs[0] for sample in samples] == [-9.0, -2.0, -3.0, -4.0]
