@@ -49,6 +49,7 @@ from grpo.run.preflight import check_alike, describe_inputs, find_run
 from grpo.run.run_folder import find_run_folder
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
+from grpo.trainer.inputs import read_inputs
 from grpo.trainer.out_of_memory import OutOfMemory
 from grpo.trainer.record import (
     evaluate_policy,
@@ -59,7 +60,7 @@ from grpo.trainer.record import (
     record_step,
     saved_at_the_end,
 )
-from grpo.trainer.setup import Run, read_inputs, set_up
+from grpo.trainer.setup import Run, set_up
 from grpo.trainer.step import update
 from grpo.trainer.step_result import coefficients, step_result
 

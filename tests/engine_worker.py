@@ -32,9 +32,9 @@ from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.self_check import make_sampler
 from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine
+from grpo.trainer.policy import make_trainable
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
-from grpo.trainer.setup import make_trainable
 
 SHIPPED = "ds_config.json", "configs/ds_offload.json"
 DTYPES = "float32", "bfloat16"

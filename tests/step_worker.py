@@ -38,7 +38,7 @@ from grpo.model.trial import make_batcher
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats
 from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks
-from grpo.trainer.setup import make_trainable
+from grpo.trainer.policy import make_trainable
 from grpo.trainer.step import update
 from grpo.wire.picture_files import PicturedPrompt
 

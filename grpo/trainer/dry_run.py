@@ -33,9 +33,10 @@ from grpo.run.folder import check_login
 from grpo.run.preflight import RunDescription
 from grpo.run.run_folder import Damaged, find_checkpoints, find_run_folder, finished_steps, read_progress
 from grpo.trainer.deepspeed_engine import engine_config
+from grpo.trainer.inputs import Inputs, read_inputs
+from grpo.trainer.policy import policy_on_meta
 from grpo.trainer.pool_sampler import describe_workers
 from grpo.trainer.rank_memory import RankWork, rank_memory
-from grpo.trainer.setup import Inputs, policy_on_meta, read_inputs
 from grpo.wire.health import ModelInfo
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
 from grpo.sampling.rows import PREFILL_TOKENS, slots
 from grpo.trainer.deepspeed_engine import in_8_bits
-from grpo.trainer.setup import Inputs
+from grpo.trainer.inputs import Inputs
 from grpo.wire.picture_files import PicturedPrompt
 
 TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model

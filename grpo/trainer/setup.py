@@ -1,148 +1,41 @@
-"""Everything before the training loop: settings files, rewards, tools and data; servers, model, engine, checkpoint."""
+"""Everything before the training loop: servers, model, engine, checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.algorithm.advantages import try_estimator
-from grpo.algorithm.loss import try_loss
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.trainer import TrainerConfig
-from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
-from grpo.data.records import Example, StepBatch
-from grpo.model.answering import read_answering
-from grpo.model.fingerprint import describe
-from grpo.model.hub import base_of
-from grpo.model.load import (
-    check_lengths,
-    checkpoint_activations,
-    enough_memory,
-    load_end_ids,
-    load_model,
-    load_settings,
-    load_tokenizer,
-)
-from grpo.model.logprobs import check_router
-from grpo.model.lora import AdapterOffReference, check_adapter, put_adapter, train_adapter
-from grpo.model.memory import on_meta
+from grpo.data.records import StepBatch
 from grpo.model.packing import Batcher
-from grpo.model.pictures import PictureProcessor, freeze_vision_tower, load_processor, takes_pictures
-from grpo.model.trial import make_batcher
 from grpo.pool.client import Retrier
-from grpo.rewards.compute import load_reward_funcs, start_rewards
+from grpo.rewards.compute import start_rewards
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
 from grpo.run.collective import on_first
 from grpo.run.exit import Launcher, StopSignals
 from grpo.run.metrics import PhaseClock
-from grpo.run.preflight import RunDescription, check_alike
-from grpo.run.recorder import Recorder, check_report_to, record_start
+from grpo.run.preflight import RunDescription
+from grpo.run.recorder import Recorder, record_start
 from grpo.run.run_folder import make_run_folder, read_progress
 from grpo.sampling.sampler import Sampler
-from grpo.sampling.self_check import make_sampler
-from grpo.tools.dialogue import UserResponder, start_turns
-from grpo.trainer.deepspeed_engine import Ranks, engine_config, start_engine
-from grpo.trainer.evaluation import best_metric, check_verdicts
-from grpo.trainer.pool_sampler import PoolSampler, Replay, check_rows, connect
+from grpo.trainer.deepspeed_engine import Ranks, start_engine
+from grpo.trainer.inputs import Inputs
+from grpo.trainer.policy import choose_sampler, load_policy, make_trainable
+from grpo.trainer.pool_sampler import PoolSampler, Replay, connect
 from grpo.trainer.publish_policy import PolicyPublisher, PoolRun
 from grpo.trainer.publish_reference import WeightPublisher, has_begun
-from grpo.trainer.rewarding import Rewarder, join_rewards, try_rewards
+from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 from grpo.wire.health import ModelInfo
-from grpo.wire.picture_files import PicturedPrompt, pictures_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """All that a run reads before it loads a model."""
-
-    reward_funcs: dict[str, Callable | str]  # functions, or names of reward models, by name
-    rewards: dict[str, Any]  # these, and the environment's class if it gives a reward (join_rewards)
-    ds_config: dict[str, Any]  # ds_config.json, completed
-    tokenizer: PreTrainedTokenizerBase
-    processor: PictureProcessor | None  # the preparer of pictures; None for a model of text
-    end_ids: list[int]  # the ids that end a completion
-    turns: UserResponder | None  # tools and environment; None without both
-    examples: list[Example]
-    stream: PromptStream
-    held_out: list[Example]  # examples of each evaluation; empty if the run has none
-    best_by: str  # the evaluation's metric by which a checkpoint is the best; empty if the run has no evaluation
-
-    @property
-    def pictured(self) -> list[PicturedPrompt]:
-        return [example.prompt_ids for example in self.examples if pictures_of(example.prompt_ids)]
-
-
-def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
-    """Read settings files, reward functions and data, and call each function and the environment once, as a dry run
-    does too. Raises ConfigError for a mistake in any of them, RewardError for a function or an environment that fails.
-    """
-    check_report_to(config)
-    reward_funcs = load_reward_funcs(config.reward_funcs)
-    try_loss(config)
-    try_estimator(config.advantage_estimator, config.num_generations)
-    ds_config = engine_config(config, world_size, device)
-    tokenizer, settings = load_tokenizer(config), load_settings(config)
-    processor = load_processor(config, settings, tokenizer)
-    check_lengths(config, settings)
-    check_adapter(config)
-    config.check(
-        takes_pictures(settings) or not config.freeze_vision_tower,
-        freeze_vision_tower=f"{config.model_name_or_path} has no vision tower: leave it out",
-    )
-    config.check(
-        tokenizer.chat_template is not None or not config.save_system_prompt,
-        save_system_prompt="the model has no chat template to save it in: leave it out",
-    )
-    if tokenizer.chat_template is None:
-        log.info("%s has no chat template: it is given prompts as plain text", config.model_name_or_path)
-    end_ids = load_end_ids(config, settings, tokenizer)
-    turns = start_turns(config, tokenizer, end_ids)
-    rewards = join_rewards(reward_funcs, {} if turns is None else turns.rewards)
-    config.check(bool(rewards), reward_funcs="the environment gives no reward: name a function")
-    best_by = ""
-    if config.eval_steps:
-        check_verdicts(config, rewards)
-        best_by = best_metric(config, rewards)
-    if rank == 0:
-        warn_of_other_question(config)
-    examples = load_examples(config, config.dataset_train_split, tokenizer, 0, rank == 0, processor, turns)
-    held_out = []
-    if config.eval_steps:
-        split, count = config.dataset_test_split, config.eval_samples
-        held_out = load_examples(config, split, tokenizer, count, rank == 0, processor, turns)
-    check_reward_columns(config, [*examples, *held_out], reward_funcs)
-    config.check(
-        config.sampler != "pool" or not any(pictures_of(example.prompt_ids) for example in examples),
-        sampler="a pool brings workers no pictures, and the dataset has some: use continuous",
-    )
-    check_rows(config, examples)
-    stream = PromptStream(examples, config.prompts_per_step, config.seed)
-    try_rewards(config, reward_funcs, tokenizer, examples[0])
-    if turns is not None:
-        turns.try_on(examples[0])
-    return Inputs(
-        reward_funcs, rewards, ds_config, tokenizer, processor, end_ids, turns, examples, stream, held_out, best_by
-    )
-
-
-def warn_of_other_question(config: TrainerConfig) -> None:
-    """Warn if the model was trained with another system prompt, or other arguments of its chat template."""
-    path, before = read_answering(config.model_name_or_path)
-    for name in ("system_prompt", "chat_template_kwargs") if path else ():
-        if before.get(name) != (now := getattr(config, name)):
-            log.warning("%s was %r when this model was trained (%s), and is %r", name, before.get(name), path, now)
 
 
 @dataclass(frozen=True)
@@ -275,45 +168,3 @@ def _start_record(
     if is_resumed:
         log.info("the run goes on after step %d", progress.step)
     return recorder
-
-
-def load_policy(config: TrainerConfig, inputs: Inputs, device: torch.device) -> tuple[PreTrainedModel, ModelInfo]:
-    """Load the policy, and describe it before anything of it is changed."""
-    log.info("loading %s", config.model_name_or_path)
-    model = load_model(config, device)
-    policy_info = describe(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
-    if config.router_aux_loss_coef > 0:
-        check_router(model, config.router_aux_loss_coef)
-    check_alike({"the model's fingerprint": policy_info.fingerprint})
-    return model, policy_info
-
-
-def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return what would be trained, without its weights. Raises ConfigError as a run would."""
-    model = on_meta(config, dtype)
-    if base_of(config.model_name_or_path) is not None:
-        put_adapter(model, config.model_name_or_path)
-    make_trainable(model, config)
-    if config.router_aux_loss_coef > 0:
-        check_router(model, config.router_aux_loss_coef)
-    return model
-
-
-def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> AdapterOffReference | None:
-    """Add the adapter, freeze what is not trained, and let activations be recomputed. Return the reference of a policy
-    that is its own."""
-    came_with_adapter = config.use_peft and train_adapter(model, config)
-    if config.freeze_vision_tower:
-        freeze_vision_tower(model)
-    if config.gradient_checkpointing:
-        checkpoint_activations(model)
-    return AdapterOffReference(model, came_with_adapter) if config.beta > 0 and config.ref == "adapter_off" else None
-
-
-def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> tuple[Batcher, Sampler]:
-    """Try out which batches and which local sampler the model allows."""
-    with enough_memory(config):
-        batcher = make_batcher(model, inputs.tokenizer.pad_token_id, inputs.processor)
-        longest_packed = batcher.longest_packed if config.sampler != "generate" else 0
-        limits = config.max_completion_length, config.sequences_per_generate, longest_packed
-        return batcher, make_sampler(model, inputs.tokenizer, *limits, batcher.vision, inputs.turns)

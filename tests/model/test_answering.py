@@ -14,7 +14,7 @@ from grpo.data.chat_template import render_prompt
 from grpo.model.answering import ANSWERING, model_settings, read_answering
 from grpo.model.load import load_model
 from grpo.run.folder import save_model
-from grpo.trainer.setup import warn_of_other_question
+from grpo.trainer.inputs import warn_of_other_question
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 

@@ -30,7 +30,7 @@ from grpo.model.pictures import (
     vision_parameters,
 )
 from grpo.model.trial import make_batcher, trial_sequences
-from grpo.trainer.setup import read_inputs
+from grpo.trainer.inputs import read_inputs
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
 
 WIDE, TALL = drawing(24, 16, seed=0), drawing(20, 36, seed=1, file_format="JPEG")

@@ -21,8 +21,8 @@ from grpo.model.memory import activations, total, trainer_lines
 from grpo.run.preflight import RunDescription
 from grpo.run.run_folder import write_progress
 from grpo.trainer.dry_run import dry_run
+from grpo.trainer.policy import policy_on_meta
 from grpo.trainer.rank_memory import RankWork, rank_memory
-from grpo.trainer.setup import policy_on_meta
 
 
 @pytest.fixture(scope="module")

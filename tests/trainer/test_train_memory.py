@@ -21,8 +21,8 @@ from grpo.model.tree_attention import switch_on
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
 from grpo.sampling.rows import StepGraphs
+from grpo.trainer.policy import make_trainable
 from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
-from grpo.trainer.setup import make_trainable
 
 SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
 COUNT = sum(parameter.numel() for parameter in on_meta(qwen(2, 100, **SMALL), torch.float32).parameters())

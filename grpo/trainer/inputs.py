@@ -1,0 +1,118 @@
+"""All that a run, or its dry run, reads before a model is loaded: settings files, reward functions, tools, data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grpo.algorithm.advantages import try_estimator
+from grpo.algorithm.loss import try_loss
+from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
+from grpo.data.records import Example
+from grpo.model.answering import read_answering
+from grpo.model.load import (
+    check_lengths,
+    load_end_ids,
+    load_settings,
+    load_tokenizer,
+)
+from grpo.model.lora import check_adapter
+from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
+from grpo.rewards.compute import load_reward_funcs
+from grpo.run.recorder import check_report_to
+from grpo.tools.dialogue import UserResponder, start_turns
+from grpo.trainer.deepspeed_engine import engine_config
+from grpo.trainer.evaluation import best_metric, check_verdicts
+from grpo.trainer.pool_sampler import check_rows
+from grpo.trainer.rewarding import join_rewards, try_rewards
+from grpo.wire.picture_files import PicturedPrompt, pictures_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a run reads before it loads a model."""
+
+    reward_funcs: dict[str, Callable | str]  # functions, or names of reward models, by name
+    rewards: dict[str, Any]  # these, and the environment's class if it gives a reward (join_rewards)
+    ds_config: dict[str, Any]  # ds_config.json, completed
+    tokenizer: PreTrainedTokenizerBase
+    processor: PictureProcessor | None  # the preparer of pictures; None for a model of text
+    end_ids: list[int]  # the ids that end a completion
+    turns: UserResponder | None  # tools and environment; None without both
+    examples: list[Example]
+    stream: PromptStream
+    held_out: list[Example]  # examples of each evaluation; empty if the run has none
+    best_by: str  # the evaluation's metric by which a checkpoint is the best; empty if the run has no evaluation
+
+    @property
+    def pictured(self) -> list[PicturedPrompt]:
+        return [example.prompt_ids for example in self.examples if pictures_of(example.prompt_ids)]
+
+
+def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
+    """Read settings files, reward functions and data, and call each function and the environment once, as a dry run
+    does too. Raises ConfigError for a mistake in any of them, RewardError for a function or an environment that fails.
+    """
+    check_report_to(config)
+    reward_funcs = load_reward_funcs(config.reward_funcs)
+    try_loss(config)
+    try_estimator(config.advantage_estimator, config.num_generations)
+    ds_config = engine_config(config, world_size, device)
+    tokenizer, settings = load_tokenizer(config), load_settings(config)
+    processor = load_processor(config, settings, tokenizer)
+    check_lengths(config, settings)
+    check_adapter(config)
+    config.check(
+        takes_pictures(settings) or not config.freeze_vision_tower,
+        freeze_vision_tower=f"{config.model_name_or_path} has no vision tower: leave it out",
+    )
+    config.check(
+        tokenizer.chat_template is not None or not config.save_system_prompt,
+        save_system_prompt="the model has no chat template to save it in: leave it out",
+    )
+    if tokenizer.chat_template is None:
+        log.info("%s has no chat template: it is given prompts as plain text", config.model_name_or_path)
+    end_ids = load_end_ids(config, settings, tokenizer)
+    turns = start_turns(config, tokenizer, end_ids)
+    rewards = join_rewards(reward_funcs, {} if turns is None else turns.rewards)
+    config.check(bool(rewards), reward_funcs="the environment gives no reward: name a function")
+    best_by = ""
+    if config.eval_steps:
+        check_verdicts(config, rewards)
+        best_by = best_metric(config, rewards)
+    if rank == 0:
+        warn_of_other_question(config)
+    examples = load_examples(config, config.dataset_train_split, tokenizer, 0, rank == 0, processor, turns)
+    held_out = []
+    if config.eval_steps:
+        split, count = config.dataset_test_split, config.eval_samples
+        held_out = load_examples(config, split, tokenizer, count, rank == 0, processor, turns)
+    check_reward_columns(config, [*examples, *held_out], reward_funcs)
+    config.check(
+        config.sampler != "pool" or not any(pictures_of(example.prompt_ids) for example in examples),
+        sampler="a pool brings workers no pictures, and the dataset has some: use continuous",
+    )
+    check_rows(config, examples)
+    stream = PromptStream(examples, config.prompts_per_step, config.seed)
+    try_rewards(config, reward_funcs, tokenizer, examples[0])
+    if turns is not None:
+        turns.try_on(examples[0])
+    return Inputs(
+        reward_funcs, rewards, ds_config, tokenizer, processor, end_ids, turns, examples, stream, held_out, best_by
+    )
+
+
+def warn_of_other_question(config: TrainerConfig) -> None:
+    """Warn if the model was trained with another system prompt, or other arguments of its chat template."""
+    path, before = read_answering(config.model_name_or_path)
+    for name in ("system_prompt", "chat_template_kwargs") if path else ():
+        if before.get(name) != (now := getattr(config, name)):
+            log.warning("%s was %r when this model was trained (%s), and is %r", name, before.get(name), path, now)

@@ -1,0 +1,72 @@
+"""The policy before its first step: loaded or counted, made trainable, with the sampler that draws from it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from grpo.config.trainer import TrainerConfig
+from grpo.model.fingerprint import describe
+from grpo.model.hub import base_of
+from grpo.model.load import (
+    checkpoint_activations,
+    enough_memory,
+    load_model,
+)
+from grpo.model.logprobs import check_router
+from grpo.model.lora import AdapterOffReference, put_adapter, train_adapter
+from grpo.model.memory import on_meta
+from grpo.model.packing import Batcher
+from grpo.model.pictures import freeze_vision_tower
+from grpo.model.trial import make_batcher
+from grpo.run.preflight import check_alike
+from grpo.sampling.sampler import Sampler
+from grpo.sampling.self_check import make_sampler
+from grpo.trainer.inputs import Inputs
+from grpo.wire.health import ModelInfo
+
+log = logging.getLogger(__name__)
+
+
+def load_policy(config: TrainerConfig, inputs: Inputs, device: torch.device) -> tuple[PreTrainedModel, ModelInfo]:
+    """Load the policy, and describe it before anything of it is changed."""
+    log.info("loading %s", config.model_name_or_path)
+    model = load_model(config, device)
+    policy_info = describe(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
+    if config.router_aux_loss_coef > 0:
+        check_router(model, config.router_aux_loss_coef)
+    check_alike({"the model's fingerprint": policy_info.fingerprint})
+    return model, policy_info
+
+
+def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return what would be trained, without its weights. Raises ConfigError as a run would."""
+    model = on_meta(config, dtype)
+    if base_of(config.model_name_or_path) is not None:
+        put_adapter(model, config.model_name_or_path)
+    make_trainable(model, config)
+    if config.router_aux_loss_coef > 0:
+        check_router(model, config.router_aux_loss_coef)
+    return model
+
+
+def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> AdapterOffReference | None:
+    """Add the adapter, freeze what is not trained, and let activations be recomputed. Return the reference of a policy
+    that is its own."""
+    came_with_adapter = config.use_peft and train_adapter(model, config)
+    if config.freeze_vision_tower:
+        freeze_vision_tower(model)
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    return AdapterOffReference(model, came_with_adapter) if config.beta > 0 and config.ref == "adapter_off" else None
+
+
+def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> tuple[Batcher, Sampler]:
+    """Try out which batches and which local sampler the model allows."""
+    with enough_memory(config):
+        batcher = make_batcher(model, inputs.tokenizer.pad_token_id, inputs.processor)
+        longest_packed = batcher.longest_packed if config.sampler != "generate" else 0
+        limits = config.max_completion_length, config.sequences_per_generate, longest_packed
+        return batcher, make_sampler(model, inputs.tokenizer, *limits, batcher.vision, inputs.turns)
