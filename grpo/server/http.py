@@ -78,17 +78,27 @@ class _Request(HTTPRequestParser):
         self.error, self.completed = _Refused(error, has_body=self.command != "HEAD"), True
 
     def received(self, data: bytes) -> int:
-        consumed = super().received(data)
-        if self.completed:
-            self.expect_continue = False  # for a refused request waitress would send 100 Continue, and read its body
+        """Take bytes. What comes in one go with the end of a request is dropped, and its answer ends the connection.
+
+        waitress would read all requests that have come, and keep all their answers in memory.
+        """
+        self.channel.moved_at = time.monotonic()
+        try:
+            consumed = super().received(data)
+        except OSError as error:  # waitress writes a large body to a temporary file
+            message = f"no room for the body in {tempfile.gettempdir()} ({error.strerror}): the server's disk is full"
+            log.error(message)
+            self.refuse(ProtocolError(503, "no_space", message, retry_after=5))
+            return len(data)
+        if not self.completed or self.empty:
+            return consumed
+        self.expect_continue = False  # for a refused request waitress would send 100 Continue, and read its body
         if self.error is not None and not isinstance(self.error, _Refused):
-            sentence = {
-                413: f"the body is larger than {BODY_BYTES >> 20} MiB",
-                431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
-            }.get(self.error.code, self.error.body[:300])
             code = self.error.reason.lower().replace(" ", "_")
-            self.refuse(ProtocolError(self.error.code, code, sentence))
-        return consumed
+            self.refuse(ProtocolError(self.error.code, code, self.error.body[:300]))
+        if consumed < len(data):
+            self.headers["CONNECTION"] = "close"
+        return len(data)
 
     def parse_header(self, header_plus: bytes) -> None:
         try:
@@ -113,8 +123,8 @@ class _Request(HTTPRequestParser):
         else:
             self.headers["CONNECTION"] = "close"  # else a few bytes of many requests could keep it busy for minutes
         fits = self.content_length < self.adj.max_request_body_size  # waitress refuses a larger one itself
-        if refusal is None and fits and not server.make_room_for_body(self.channel):
-            refusal = _too_many_bodies()
+        if refusal is None and fits:
+            refusal = server.make_room_for_body(self.channel)
         if refusal is not None:
             self.refuse(refusal)
 
@@ -124,8 +134,6 @@ class Channel(HTTPChannel):
 
     known = False
     """whether any request of this connection came from a sender who may ask everything"""
-    _unread = b""
-    """bytes that came after the request in work"""
 
     def __init__(self, *arguments, **options):
         self.moved_at = time.monotonic()
@@ -145,56 +153,13 @@ class Channel(HTTPChannel):
         requests = [*self.requests, self.request]
         return sum(request.content_length for request in requests if request is not None and request.error is None)
 
-    def readable(self) -> bool:
-        return not self._unread and super().readable()
-
-    def writable(self) -> bool:
-        return bool(super().writable() or (self._unread and not self.requests))
-
-    def handle_write(self) -> None:
-        super().handle_write()
-        if self._unread and self.connected and not (self.requests or self.total_outbufs_len):
-            self.received(b"")  # the system has taken the previous answer
-
-    def received(self, data: bytes) -> bool:
-        """Read one request at most: waitress would read all that have come, and keep all their answers in memory."""
-        self.moved_at = time.monotonic()
-        with self.requests_lock:
-            data, self._unread = self._unread + data, b""
-            while data and self.connected and not (self.requests or self.will_close or self.close_when_flushed):
-                if self.request is None:
-                    self.request = self.parser_class(self.adj)
-                try:
-                    data = data[self.request.received(data) :]
-                except OSError as error:  # waitress writes a large body to a temporary file
-                    folder, reason = tempfile.gettempdir(), error.strerror
-                    message = f"no room for the body in {folder} ({reason}): the server's disk is full"
-                    log.error(message)
-                    self.refuse(ProtocolError(503, "no_space", message, retry_after=5))
-                    return False
-                if self.request.expect_continue and self.request.headers_finished and not self.sent_continue:
-                    self.send_continue()
-                if self.request.completed:
-                    self.sent_continue = False
-                    request, self.request = self.request, None
-                    if not request.empty:
-                        self._start(request)
-            self._unread = data
-        return True
-
-    def _start(self, request: _Request) -> None:
-        self.due = math.inf
-        if request.error is not None:
-            self.server.on_refused(request.command, request.path, self.addr[0], request.error.error)
-        self.requests.append(request)
-        self.server.add_task(self)
-
     def refuse(self, error: ProtocolError) -> None:
         """Refuse the incoming request, if there is one. The caller holds `requests_lock`."""
         if self.request is not None:
             partial, self.request = self.request, None
             partial.refuse(error)
-            self._start(partial)
+            self.requests.append(partial)
+            self.server.add_task(self)
 
     def check_client_disconnected(self) -> bool:
         """Return whether the client has closed its end, which waitress does not notice while a request is in work.
@@ -237,11 +202,6 @@ class Channel(HTTPChannel):
                 self.refuse(ProtocolError(408, "request_timeout", f"the {part} did not come in time"))
 
 
-def _too_many_bodies() -> ProtocolError:
-    message = "the bodies of other requests fill all the room that there is: come back in 5 s"
-    return ProtocolError(503, "too_many_bodies", message, retry_after=5)
-
-
 class HttpServer(TcpWSGIServer):
     """A web server that listens once it is constructed, and answers while `run` runs."""
 
@@ -282,11 +242,20 @@ class HttpServer(TcpWSGIServer):
         channels = list(self.active_channels.values())
         return sum(channel.known and bool(channel.requests or channel.total_outbufs_len) for channel in channels)
 
-    def make_room_for_body(self, newcomer: Channel) -> bool:
-        """Return whether all bodies, incoming and in work, are within their limit.
+    def add_task(self, channel: Channel) -> None:
+        """Give a request that is complete or refused to a thread."""
+        channel.due, request = math.inf, channel.requests[0]
+        if request.error is not None:
+            self.on_refused(request.command, request.path, channel.addr[0], request.error.error)
+        super().add_task(channel)
+
+    def make_room_for_body(self, newcomer: Channel) -> ProtocolError | None:
+        """Return the newcomer's refusal if all bodies, incoming and in work, are above their limit.
 
         Above the limit, refuse incoming requests in favour of the newcomer's, the longest silent one first.
         """
+        message = "the bodies of other requests fill all the room that there is: come back in 5 s"
+        refusal = ProtocolError(503, "too_many_bodies", message, retry_after=5)
         channels = list(self.active_channels.values())
         over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * BODY_BYTES
         partial = [channel for channel in channels if channel is not newcomer and channel.body_bytes]
@@ -294,8 +263,8 @@ class HttpServer(TcpWSGIServer):
             if over > 0 and not channel.requests:
                 over -= channel.body_bytes
                 with channel.requests_lock:
-                    channel.refuse(_too_many_bodies())
-        return over <= 0
+                    channel.refuse(refusal)
+        return refusal if over > 0 else None
 
     def accept(self) -> tuple[socket.socket, tuple] | None:
         """Take a connection, or return None. While the system has no file for it, it waits with those behind it."""

@@ -21,7 +21,7 @@ import requests
 from conftest import running_server
 from faulty_server import code_for, delay_passes, lower_limits, set_clock_back, shorten_header_deadline
 from safetensors.numpy import load, save
-from servers import wait_until
+from servers import wait_for_requests, wait_until
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser
 from waitress.task import ErrorTask
@@ -187,14 +187,17 @@ TAKEN = {
 
 @pytest.mark.parametrize("sent, status", TAKEN.values(), ids=TAKEN)
 def test_what_ends_without_doubt_is_answered_and_so_is_what_follows(low, sent, status):
-    assert [answer[0] for answer in talk(low, sent + BEHIND)] == [status, 200]
+    with connect(low) as connection:
+        for request, expected in ((sent, status), (BEHIND, 200)):
+            connection.sendall(request)
+            assert read(connection, 1)[0][0] == expected
 
 
-def test_requests_in_one_go_are_answered_in_order(low):
-    sent = GET + b"\r\n" + POST + LENGTH + b"\r\n" + BODY + GET.replace(b"health", b"nothing") + b"\r\n" + BEHIND
-    first, second, third, fourth = talk(low, sent)
-    assert json.loads(first[2])["status"] == json.loads(fourth[2])["status"] == "ready"
-    assert load(second[2])["logprobs"].shape == (2,) and refused(third) == (404, "not_found")
+def test_what_comes_in_one_go_with_a_request_is_dropped_and_the_connection_ends(low):
+    """A client that reads nothing could else fill the memory with answers."""
+    for request in (GET + b"\r\n", POST + LENGTH + b"\r\n" + BODY):
+        [(status, headers, _)] = talk(low, 3 * request)
+        assert (status, headers["connection"]) == (200, "close")
 
 
 def test_a_client_that_waits_for_100_continue_gets_it_then_its_answer(low):
@@ -265,25 +268,9 @@ def test_strangers_leave_their_places_to_who_has_the_token(locked):
             assert [status for status, _, _ in talk(locked, GET + TOKEN + b"Connection: close\r\n\r\n")] == [200]
 
 
-def test_a_stranger_has_one_answer_of_a_connection_and_who_has_the_token_all(locked):
-    page = b"GET / HTTP/1.1\r\n"
-    [(status, headers, _)] = talk(locked, 3 * (page + b"\r\n"))
+def test_a_stranger_has_one_answer_of_a_connection(locked):
+    [(status, headers, _)] = talk(locked, b"GET / HTTP/1.1\r\n\r\n")
     assert (status, headers["connection"]) == (200, "close")
-    answers = talk(locked, 3 * (page + TOKEN + b"\r\n") + GET + TOKEN + b"Connection: close\r\n\r\n")
-    assert [status for status, _, _ in answers] == [200] * 4
-
-
-@pytest.mark.slow
-def test_answers_that_nobody_reads_are_not_kept(server):
-    """Each connection asks for 10 MB by 8 kB; what the system does not take is not computed."""
-    count, before = 455, server.resident()
-    with ExitStack() as stack:
-        connections = [stack.enter_context(connect(server)) for _ in range(30)]
-        for connection in connections:
-            connection.sendall(count * b"GET / HTTP/1.1\r\n\r\n")
-        assert [status for status, _, _ in read(connections[0], count)] == [200] * count
-        assert server.resident() < before + 50
-        assert [status for status, _, _ in read(connections[1], count)] == [200] * count
 
 
 def test_all_bodies_together_have_a_limit_and_who_is_silent_gives_way(server):
@@ -394,7 +381,9 @@ def test_headers_and_body_have_a_time(low, first, seconds, rest, endless):
 def test_the_time_of_a_request_does_not_run_while_the_one_before_it_is_in_work(model_folder, tmp_path):
     """The server itself reads nothing then."""
     with limited_server(model_folder, tmp_path, code_for(delay_passes, 4)) as server, connect(server) as connection:
-        connection.sendall(POST + LENGTH + b"\r\n" + BODY + GET)  # four seconds of work, half a request behind it
+        connection.sendall(POST + LENGTH + b"\r\n" + BODY)  # four seconds of work
+        wait_for_requests(server, 1)
+        connection.sendall(GET)  # half a request
         assert [status for status, _, _ in read(connection, 1)] == [200]
         connection.sendall(b"\r\n")
         assert [status for status, _, _ in read(connection, 1)] == [200]
@@ -500,13 +489,12 @@ WAITRESS = {
     "ErrorTask.execute": "4abe3262db04",
     "HTTPChannel.__init__": "a194769af3fd",
     "HTTPChannel.readable": "e4722238ce60",
-    "HTTPChannel.writable": "d0cbd4ae1b3b",
-    "HTTPChannel.handle_write": "6c900f395b30",
     "HTTPChannel.received": "08d6df73fb69",
     "HTTPChannel.check_client_disconnected": "bc2391224c85",
     "HTTPChannel._flush_some": "fe7a9a752a41",
     "HTTPChannel.handle_close": "8f59b9aaa455",
     "BaseWSGIServer.__init__": "e70a16b5b63c",
+    "BaseWSGIServer.add_task": "19e994eb9cc9",
     "dispatcher.accept": "f74c690fd884",
     "BaseWSGIServer.handle_accept": "69bfcf0fc140",
     "BaseWSGIServer.readable": "4eea9c1036b5",
@@ -514,7 +502,8 @@ WAITRESS = {
 
 
 def test_waitress_has_the_methods_that_are_replaced_here():
-    methods = {HTTPChannel.service, HTTPChannel.send_continue, HTTPRequestParser.__init__, ErrorTask.execute}
+    methods = {HTTPChannel.service, HTTPChannel.readable, HTTPChannel.received, HTTPChannel.send_continue}
+    methods |= {HTTPRequestParser.__init__, ErrorTask.execute}
     for ours in vars(grpo.server.http).values():
         if isinstance(ours, type) and ours.__module__ == grpo.server.http.__name__:
             theirs = [base for base in ours.__mro__ if base.__module__.startswith("waitress")]
