@@ -42,7 +42,7 @@ class TaskClient:
     def close(self) -> None:
         """Send nothing more: waiting requests raise ServerError. A thread whose request is in flight ends with it."""
         self.balancer.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     def wait_for_servers(self, kind: str, remedy: str) -> dict[str, ServerInfo]:
         """Wait until every server is ready; return their descriptions by URL. `remedy` ends the message.

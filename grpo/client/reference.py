@@ -149,36 +149,38 @@ class ReferenceClient(TaskClient):
         ]
         may_share = self._alone.seconds_left() <= 0
         for shared in cut_requests(asked) if may_share else ([request] for request in asked):
-            self._threads.submit(self._begin, shared).add_done_callback(partial(_cancel_with, shared))
+            self._threads.submit(self._answer, shared)
         return [future for _, future in asked]
 
-    def _begin(self, asked: list[_Asked]) -> None:
-        if wanted := [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]:
-            self._answer(wanted)
-
     def _answer(self, asked: list[_Asked]) -> None:
-        """Send requests as one, or one after the other if that fails, and give each future its answer or the error.
+        """Send requests as one, or one after the other if that fails, and give each future its answer or an error.
 
         A slow server may answer each in time and not all together, and a small queue may have no room for all. So the
-        shared request is sent once, and each of the others until `ref_deadline`.
+        shared request is sent once, and each of the others until `ref_deadline`. The first that fails then is the last
+        that is sent: its error ends the run.
         """
-        is_shared = len(asked) > 1
+        asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
         try:
-            whole = LogprobsRequest.joined([request for request, _ in asked])
-            body, decode = encode_request(whole), partial(decode_answer, tokens=int(whole.completion_lengths.sum()))
-            answer = self.balancer.send(body, decode, len(whole.input_ids), whole.request_id, once=is_shared)
-            rows = iter(np.split(answer.logprobs, np.cumsum(whole.completion_lengths)[:-1]))
-            for request, future in asked:
-                future.set_result([*islice(rows, len(request.completion_lengths))])
-        except Exception as error:  # raised to whoever waits for the answer, as by an executor
-            if is_shared and isinstance(error, RequestFailure | RequestRefused):
-                self._alone = Deadline(self._config.ref_deadline)
-                log.info("%d groups are sent one by one: their request failed (%s)", len(asked), error)
-                for alone in asked:
-                    self._answer([alone])
-            else:
-                for _, future in asked:
+            if len(asked) > 1:
+                try:
+                    return self._send(asked, once=True)
+                except (RequestFailure, RequestRefused) as error:
+                    self._alone = Deadline(self._config.ref_deadline)
+                    log.info("%d groups are sent one by one: their request failed (%s)", len(asked), error)
+            for alone in asked:
+                self._send([alone])
+        except Exception as error:  # raised to whoever waits for an answer, as by an executor
+            for _, future in asked:
+                if not future.done():
                     future.set_exception(error)
+
+    def _send(self, asked: list[_Asked], once: bool = False) -> None:
+        whole = LogprobsRequest.joined([request for request, _ in asked])
+        body, decode = encode_request(whole), partial(decode_answer, tokens=int(whole.completion_lengths.sum()))
+        answer = self.balancer.send(body, decode, len(whole.input_ids), whole.request_id, once)
+        rows = iter(np.split(answer.logprobs, np.cumsum(whole.completion_lengths)[:-1]))
+        for request, future in asked:
+            future.set_result([*islice(rows, len(request.completion_lengths))])
 
 
 def cut_requests(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
@@ -200,13 +202,6 @@ def cut_requests(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
         tokens += size
     if shared:
         yield shared
-
-
-def _cancel_with(asked: list[_Asked], work: Future[None]) -> None:
-    """Cancel the futures of a request that was not sent: the client was closed."""
-    if work.cancelled():
-        for _, future in asked:
-            future.cancel()
 
 
 _CHATS_PER_REQUEST = 16  # few enough that a request which fails is cheap to send again
