@@ -158,6 +158,7 @@ def run(config: ServerConfig) -> int:
     next_summary = time.monotonic() + SUMMARY_SECONDS
     while not service.stop.wait(SAMPLE_SECONDS):
         service.monitor.sample(service.held())
+        service.tidy()
         if time.monotonic() >= next_summary:
             next_summary += SUMMARY_SECONDS
             if summary := service.summary():

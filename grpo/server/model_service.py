@@ -113,6 +113,10 @@ class ModelService(Service):
         model = self.info.model
         return f"{model.dtype} on {model.device}, up to {model.max_length} tokens a sequence"
 
+    def tidy(self) -> None:
+        if self.updates is not None:
+            self.updates.uploads.drop_stalled()
+
     def drain(self, seconds: float) -> None:
         log.info("stopping: %d tokens in hand", add_up(self.held())[0])
         self.scorer.close(seconds)

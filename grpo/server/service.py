@@ -32,6 +32,9 @@ class Service:
         self.stop = threading.Event()
         self._changing = threading.Lock()
 
+    def tidy(self) -> None:
+        """Clean up, every few seconds."""
+
     def drain(self, seconds: float) -> None:
         """Finish the present requests, within so many seconds. The server accepts nothing new any more."""
 

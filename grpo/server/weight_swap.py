@@ -114,6 +114,12 @@ class UploadSlot:
         with self._lock:
             self._installed, self._upload = sha256, None
 
+    def drop_stalled(self) -> None:
+        """Drop an upload that nobody has brought on for twice `patience` seconds, and free its disk space."""
+        with self._lock:
+            if self._upload is not None and time.monotonic() > self._upload.touched + 2 * self._patience:
+                self._drop()
+
     def _upload_of(self, piece: FilePart) -> Upload:
         upload = self._upload
         if upload is not None and upload.sha256 == piece.sha256:
@@ -121,9 +127,9 @@ class UploadSlot:
                 raise malformed(f"this upload has {upload.size} bytes, not {piece.size}")
             return upload
         if upload is not None and (left := upload.touched + self._patience - time.monotonic()) > 0:
-            wait = math.ceil(min(left, self._patience))
+            wait = math.ceil(min(left, 30))
             message = f"another upload is under way, {upload.received} of {upload.size} bytes: come back in {wait} s"
-            raise ProtocolError(503, "other_upload", message, retry_after=min(wait, 30))
+            raise ProtocolError(503, "other_upload", message, retry_after=wait)
         self._drop()
         largest = 8 + self._longest_header + sum(4 * tensor.numel() for tensor in self._weights.values())
         if piece.size > largest:
@@ -200,11 +206,11 @@ class WeightSwap:
             """the served weights, for an exchange that has to be undone"""
         except OSError as error:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
-        self._uploads = UploadSlot(folder, self._weights, patience)
+        self.uploads = UploadSlot(folder, self._weights, patience)
 
     def add(self, query: Mapping[str, str], data: bytes) -> dict:
         """Keep a piece of an upload; return how many bytes are here. Raises ProtocolError as UploadSlot.add does."""
-        return {"received": self._uploads.add(FilePart.of(query), data)}
+        return {"received": self.uploads.add(FilePart.of(query), data)}
 
     def commit(self, query: Mapping[str, str]) -> dict:
         """Swap in the uploaded weights; return when that is done. A repeated commit does nothing.
@@ -222,7 +228,7 @@ class WeightSwap:
                 message = f"the model is {served} and not {commit.replaces}: it was restarted or updated"
                 raise ProtocolError(409, "wrong_model", message)
             began = time.monotonic()
-            with self._uploads.hold(commit.sha256) as upload:
+            with self.uploads.hold(commit.sha256) as upload:
                 self._check(upload, commit)
                 # Returns when the new weights are served; raises ProtocolError when the old ones have to stay.
                 new, old = upload.contents, self._kept

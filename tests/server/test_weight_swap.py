@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 import re
 import resource
 import threading
@@ -273,7 +274,7 @@ def test_finite_weights_with_which_nothing_can_be_scored_are_refused_and_the_old
 
 @pytest.mark.slow
 def test_one_upload_at_a_time_until_it_is_not_brought_on(server, make):
-    """Neither an empty piece nor one that came already is progress."""
+    """Neither an empty piece nor one that came already is progress. Without progress it does not stay on the disk."""
     first, second = make(33), make(34)
     first.send(server, end=100)
     end = time.monotonic() + 30
@@ -285,6 +286,9 @@ def test_one_upload_at_a_time_until_it_is_not_brought_on(server, make):
         time.sleep(PATIENCE / 10)
     assert answer.json() == {"received": 100}
     assert refusal(first.send(server, 100, 300))[:2] == (503, "other_upload")
+    # One file holds the served weights.
+    new, open_files = str(server.log.parent / "new"), Path(f"/proc/{server.process.pid}/fd")
+    wait_until(lambda: sum(os.path.realpath(link).startswith(new) for link in open_files.iterdir()) == 1)
     second.swap(server)
     assert first.send(server, 0, 0).json() == {"received": 0}
     first.swap(server)
