@@ -6,14 +6,15 @@ The web server's threads put requests in and wait for a future; one thread, the 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 
 from grpo.model.packing import Batcher, by_prompt
 from grpo.server.client_queues import Batch, ClientQueues, Job, Scores
+from grpo.server.monitor import add_up
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError
 
@@ -55,8 +56,6 @@ class FairQueue:
         self.fingerprint = fingerprint
         """fingerprint of the model that answers now"""
         self._max_tokens, self._max_requests = max_queue_tokens, max_requests
-        self._tokens: Counter[str] = Counter()  # waiting or being scored, by client
-        self._requests: Counter[str] = Counter()  # likewise
         self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
         self._waiting = ClientQueues()
         self._exchange: Exchange | None = None
@@ -66,8 +65,12 @@ class FairQueue:
 
     def held(self) -> dict[str, tuple[int, int]]:
         """Return (tokens, requests) waiting or being scored, by client."""
+        held: dict[str, tuple[int, int]] = {}
         with self._changed:
-            return {client: (self._tokens[client], requests) for client, requests in self._requests.items()}
+            for job in self._jobs.values():
+                tokens, requests = held.get(job.client, (0, 0))
+                held[job.client] = tokens + job.tokens_left, requests + 1
+        return held
 
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[Scores]:
         """Queue a request; the future gives its answer, or raises ProtocolError.
@@ -80,8 +83,6 @@ class FairQueue:
         with self._changed:
             self._check_open()
             self._check_room(client, job.tokens_left)
-            self._tokens[client] += job.tokens_left
-            self._requests[client] += 1
             self._jobs[job.future] = job
             (self._later if self._exchange else self._waiting).add(job)
             self._changed.notify()
@@ -106,7 +107,7 @@ class FairQueue:
             job.refusal = refusal
             self._drop_waiting(job)
             if job.tokens_left == 0:  # else a pass is under way with the rest of it, and `settle` follows
-                self._finish(job)
+                del self._jobs[future]
 
     def exchange(self, action: Callable[[], None], undo: Callable[[], None], becomes: str) -> Future[None]:
         """Let the scorer call `action` between the last request submitted so far and the first submitted from now on.
@@ -158,7 +159,7 @@ class FairQueue:
         """
         with self._changed:
             for job, row in batch:
-                self._release(job, [row])
+                job.tokens_left -= job.count_tokens([row])
         for job in dict.fromkeys(job for job, _ in batch):
             if not job.is_over:
                 continue
@@ -166,7 +167,7 @@ class FairQueue:
                 if job.future not in self._jobs:  # cancelled meanwhile
                     continue
                 self._drop_waiting(job)
-                self._finish(job)
+                del self._jobs[job.future]
             job.resolve(self.fingerprint)
 
     def abandon(self) -> None:
@@ -185,8 +186,9 @@ class FairQueue:
 
     def _check_room(self, client: str, tokens: int) -> None:
         """Raise ProtocolError, 503, for a client that would have more than would stay free for others."""
-        of_client, in_all = self._tokens[client], self._tokens.total()
-        requests, requests_in_all = self._requests[client], self._requests.total()
+        held = self.held()
+        of_client, requests = held.get(client, (0, 0))
+        in_all, requests_in_all = add_up(held)
         free_tokens, free_requests = self._max_tokens - in_all - tokens, self._max_requests - requests_in_all - 1
         if of_client + tokens > free_tokens or requests + 1 > free_requests:
             waiting = f"{in_all} tokens in {requests_in_all} requests wait already, {of_client} of them yours"
@@ -194,18 +196,7 @@ class FairQueue:
             raise ProtocolError(503, "busy", message, retry_after=_BUSY_SECONDS)
 
     def _drop_waiting(self, job: Job) -> None:
-        self._release(job, chain(*job.parts))
+        job.tokens_left -= job.count_tokens(chain(*job.parts))
         job.parts.clear()
         self._waiting.drop_empty()
         self._later.drop_empty()
-
-    def _finish(self, job: Job) -> None:
-        del self._jobs[job.future]
-        self._requests[job.client] -= 1
-        if self._requests[job.client] == 0:
-            del self._requests[job.client], self._tokens[job.client]
-
-    def _release(self, job: Job, rows: Iterable[int]) -> None:
-        tokens = job.count_tokens(rows)
-        job.tokens_left -= tokens
-        self._tokens[job.client] -= tokens

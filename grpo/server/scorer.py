@@ -147,20 +147,16 @@ class Scorer:
             if not all(np.isfinite(answer).all() for answer in answers):
                 raise ArithmeticError("the model gives numbers that are not finite")
             if fed:
-                self._report(sequences, fed, began)
+                seconds = max(time.monotonic() - began, 1e-6)
+                # The last token of a completion predicts nothing: it is scored, and never fed.
+                lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
+                padded = max(lengths) * len(lengths)
+                self._on_pass(Pass(sum(lengths), padded, fed, self._queue.budget, began, seconds))
             return answers
         # Out here the traceback of the failed pass, which kept its tensors, is gone.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
-
-    def _report(self, sequences: Sequences, fed: int, began: float) -> None:
-        """Tell the monitor of a pass."""
-        seconds = max(time.monotonic() - began, 1e-6)
-        # The last token of a completion predicts nothing: it is scored, and never fed.
-        lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
-        padded = max(lengths) * len(lengths)
-        self._on_pass(Pass(sum(lengths), padded, fed, self._queue.budget, began, seconds))
 
     def _probe(self) -> None:
         """Score a sequence of the scorer's own. Raise its error: nothing can be scored any more."""

@@ -34,7 +34,6 @@ class Desk:
         error=ValueError,
         full: Exception | None = None,
         queue: int = 10**6,
-        requests: int = 1000,
         deterministic: bool = False,
     ):
         self.model, self.plain = build(CONFIGS[config]), build(CONFIGS[config])
@@ -46,7 +45,7 @@ class Desk:
         self._full = full or torch.OutOfMemoryError("the device is full")
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.notes: list[Pass] = []
-        self.queue = FairQueue(self.batcher, budget, queue, requests, deterministic)
+        self.queue = FairQueue(self.batcher, budget, queue, 1000, deterministic)
         self.scorer = Scorer(self.queue, self.model, self.batcher, on_death=self.dead.append, on_pass=self.notes.append)
         self.first = self.ask([63], [[62]])
         assert self._busy.wait(30)
@@ -152,16 +151,6 @@ def test_a_client_may_hold_as_many_tokens_as_stay_free_and_a_newcomer_finds_room
     assert desk.queue.held() == {}
     desk.ask([5], [[6] * 49], "a").result(30)  # half of the queue when alone
     refused(desk, [5], [[6] * 50], "a")
-
-
-def test_requests_are_shared_out_like_tokens():
-    desk = Desk(budget=100, requests=12)
-    answers = [desk.ask([5], [[6]], "a") for _ in range(5)]
-    refused(desk, [5], [[6]], "a")
-    answers += [desk.ask([5], [[6]], "b") for _ in range(3)]
-    refused(desk, [5], [[6]], "b")
-    desk.go(*answers)
-    assert desk.queue.held() == {}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
