@@ -100,9 +100,8 @@ class UploadSlot:
         """
         with self._lock:
             upload = self._upload
-            received = upload.received if upload is not None and upload.sha256 == sha256 else 0
-            if upload is None or upload.sha256 != sha256 or received < upload.size:
-                message = f"the upload is not complete: {received} bytes of it are here"
+            if upload is None or (upload.sha256, upload.received) != (sha256, upload.size):
+                message = "the upload is not complete: an empty piece asks where to continue"
                 raise ProtocolError(409, "missing_piece", message)
             upload.touched = math.inf
         try:
@@ -158,14 +157,12 @@ class UploadSlot:
 
     def _check_shapes(self, contents: WeightsFile) -> None:
         """Raise HeaderError for names or shapes that are not the model's."""
-        sent, expected = contents.entries.keys(), self._weights.keys()
-        for names, complaint in ((sent - expected, "this model has no"), (expected - sent, "these weights lack")):
-            if names:
-                raise HeaderError(f"{complaint} tensor {min(names)[:100]!r}, and {len(names) - 1} others")
-        for name, tensor in self._weights.items():
-            if contents.entries[name].shape != tuple(tensor.shape):
-                shapes = f"{list(contents.entries[name].shape)}, and in this model {list(tensor.shape)}"
-                raise HeaderError(f"tensor {name[:100]!r} is {shapes}")
+        sent = {name: list(entry.shape) for name, entry in contents.entries.items()}
+        expected = {name: list(tensor.shape) for name, tensor in self._weights.items()}
+        for name in sorted(sent.keys() | expected.keys()):
+            shape, right = sent.get(name, "missing"), expected.get(name, "missing")
+            if shape != right:
+                raise HeaderError(f"tensor {name[:100]!r} is {shape}, and in this model {right}")
 
     def _drop(self) -> None:
         if self._upload is not None:

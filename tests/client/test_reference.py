@@ -486,22 +486,6 @@ def test_something_else_on_that_port_is_not_a_reference():
             request(client).result()
 
 
-def test_the_first_line_of_waiting_says_how_to_start_a_server_and_no_line_has_a_page(monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(base, "FIRST_LINE", 0.0), monkeypatch.setattr(base, "BETWEEN_LINES", 0.3)
-    page = (404, {}, b"<!DOCTYPE HTML>\n<html>\n<h1>nothing</h1>\n</html>\n")
-    with (
-        fake(health=lambda: page) as server,
-        open_client(server.url, ref_startup_timeout=2) as client,
-        pytest.raises(ServersUnavailable, match=r"\(it said 404: a web page: .+\) after 2 s: start 'python ref_s"),
-    ):
-        client.wait_ready()
-    first, *later = caplog.messages
-    assert re.match(rf"waiting for {server.url} \(it said 404: a web page: .+\) \(0 s\): start 'python ref_s", first)
-    assert later and not any("start" in line for line in later)
-    assert "nothing" not in caplog.text
-
-
 PICTURED = replace(MODEL, processor_fingerprint="p")
 OTHER = replace(MODEL, name="tuned", fingerprint="x", config_fingerprint="c")
 PREPARED = replace(PICTURED, fingerprint="x", processor_fingerprint="q")

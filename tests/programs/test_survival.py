@@ -12,15 +12,11 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import requests
 from conftest import running_server
 from proxy import accidents, proxy
 from trainer_runs import lines, reach, timeless, training
-
-from grpo.client.reference import ReferenceClient
-from grpo.config.trainer import TrainerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -156,24 +152,3 @@ def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(words, ste
                 steady.process.send_signal(signal.SIGCONT)
         output = check(process, run, undisturbed)
         assert output.count("did not answer in time; out of rotation") == 2 == output.count("answers again")
-
-
-def test_a_request_sent_again_to_a_restarted_server_has_the_very_same_answer(model_folder, tmp_path):
-    chance = np.random.default_rng(0)
-    prompts = [chance.integers(5, 60, chance.integers(2, 40)).tolist() for _ in range(24)]
-    completions = [[chance.integers(5, 60, chance.integers(1, 60)).tolist() for _ in range(4)] for _ in prompts]
-    with ExitStack() as servers:
-        server = servers.enter_context(deterministic(model_folder, tmp_path))
-        client = ReferenceClient(TrainerConfig(ref_servers=[server.url]))
-        servers.callback(client.close)
-        groups = [("g", *group) for group in zip(prompts, completions, strict=True)]
-        separately = [client.request_groups([group])[0].result() for group in groups]
-        server.process.send_signal(signal.SIGSTOP)  # so that none is answered before the end
-        together = [client.request_groups([group])[0] for group in groups]
-        time.sleep(0.5)
-        server.end(signal.SIGKILL)
-        assert not any(future.done() for future in together)
-        servers.enter_context(deterministic(model_folder, tmp_path, server.port))
-        for rows, future in zip(separately, together, strict=True):
-            for row, again in zip(rows, future.result(timeout=60), strict=True):
-                np.testing.assert_array_equal(row, again)

@@ -218,6 +218,7 @@ def test_headers_may_be_as_large_as_the_limit(low, above, status):
 
 
 WRONG = [b"", b"Authorization: Bearer wrong\r\n", b"Authorization: s3cret\r\n", b"Authorization: Bearer s3cret2\r\n"]
+WRONG += ["Authorization: Bearer é\r\n".encode(), b"Authorization: bearer s3cret\r\n"]
 
 
 @pytest.mark.parametrize("token", WRONG)
@@ -238,7 +239,8 @@ def test_without_the_token_an_open_path_takes_no_body(locked, path):
     head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n" % path
     assert [refused(answer) for answer in talk(locked, head + b"\r\n")] == [(413, "request_entity_too_large")]
     empty = b"GET %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % path
-    assert [status for status, _, _ in talk(locked, empty)] == [200]
+    [(status, _, body)] = talk(locked, empty)
+    assert status == 200 and (path == b"/" or body == b'{"status": "ok"}')
 
 
 def test_a_new_connection_takes_the_place_of_who_is_silent_the_longest(low):
