@@ -36,8 +36,6 @@ _LATENCIES = 1000
 _CLIENTS = 50
 _ERRORS = 20
 _DEVICE = ("device", "device_total", "device_peak")
-_WORK = ("tokens", "fed", "budget", "seconds")
-"""sums over forward passes, as in Pass"""
 _MetricT = TypeVar("_MetricT", Counter, Gauge, Histogram)
 
 
@@ -53,8 +51,6 @@ class Pass:
     """tokens that went through the model"""
     budget: int
     """most tokens that it could have fed"""
-    began: float
-    """time.monotonic() at its start"""
     seconds: float
 
     @property
@@ -104,7 +100,6 @@ class Monitor:
         self._began = time.monotonic()
         self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS)
         self._sampled: Tally[str] = Tally()  # the sums at the last point
-        self._working_since = self._began  # the start of the passes since then
         self._unsampled = 0  # answers since then
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
         self._clients: OrderedDict[str, dict] = OrderedDict()
@@ -130,9 +125,7 @@ class Monitor:
         self._fill.observe(done.fed / done.budget)
         self._forward_seconds.inc(done.seconds)
         with self._lock:
-            sums = {name: getattr(done, name) for name in (*_WORK, "padded")}
-            self._sums.update(sums, sharing=done.saved_by_sharing, packing=done.saved_by_packing)
-            self._working_since = min(self._working_since, done.began)
+            self._sums.update(vars(done), sharing=done.saved_by_sharing, packing=done.saved_by_packing)
 
     def answered(
         self,
@@ -173,23 +166,23 @@ class Monitor:
 
     def sample(self, held: dict[str, tuple[int, int]]) -> None:
         """Add a point to the curves, every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""
-        now = time.monotonic()
-        point = {
-            "queue_tokens": add_up(held)[0],
-            "device_use": self.device_use() if self.device_use else None,
-            "memory": self.device_memory()[0] if self.device_memory else _resident(),
-            **dict.fromkeys(_WORK, 0.0),
-        }
+        memory = self.device_memory()[0] if self.device_memory else _resident()
+        device_use = self.device_use() if self.device_use else None
         with self._lock:
-            point["p50"], point["p99"] = quantiles([*self._latencies][-self._unsampled :] if self._unsampled else [])
+            work = self._sums - self._sampled
+            p50, p99 = quantiles([*self._latencies][-self._unsampled :] if self._unsampled else [])
+            point = {
+                "tokens_per_second": work["tokens"] / SAMPLE_SECONDS,
+                "busy": min(1.0, work["seconds"] / SAMPLE_SECONDS),
+                "batch_fill": work["fed"] / work["budget"] if work["budget"] else None,
+                "p50": p50,
+                "p99": p99,
+                "memory": memory,
+                "queue_tokens": add_up(held)[0],
+                "device_use": device_use,
+            }
             self._points.append(point)
-            # A pass may be longer than the time of a point: its work is spread evenly over all of its time.
-            count = max(1, round((now - self._working_since) / SAMPLE_SECONDS))
-            worked = list(self._points)[-count:]
-            for name in _WORK:
-                for past in worked:
-                    past[name] += (self._sums[name] - self._sampled[name]) / len(worked)
-            self._sampled, self._working_since, self._unsampled = self._sums.copy(), now, 0
+            self._sampled, self._unsampled = self._sums.copy(), 0
 
     def to_prometheus(self, held: dict[str, tuple[int, int]]) -> bytes:
         """Return metrics in Prometheus' text format. `held`: (tokens, requests) waiting or being scored, by client."""
@@ -230,17 +223,8 @@ class Monitor:
 
     def _curves(self) -> dict[str, list[float | None]]:
         """Return POINTS numbers of each kind, oldest first; None for unknown."""
-        points = [
-            {
-                "tokens_per_second": point["tokens"] / SAMPLE_SECONDS,
-                "busy": min(1.0, point["seconds"] / SAMPLE_SECONDS),
-                "batch_fill": point["fed"] / point["budget"] if point["budget"] else None,
-                **{name: point[name] for name in ("p50", "p99", "memory", "queue_tokens", "device_use")},
-            }
-            for point in self._points
-        ]
-        unknown = [None] * (POINTS - len(points))
-        return {name: unknown + [point[name] for point in points] for name in points[0]} if points else {}
+        unknown, names = [None] * (POINTS - len(self._points)), self._points[0] if self._points else ()
+        return {name: unknown + [point[name] for point in self._points] for name in names}
 
     def summary(self, held: dict[str, tuple[int, int]]) -> str | None:
         """Return a line on the time since the last call; None if nothing happened."""

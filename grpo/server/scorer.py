@@ -151,7 +151,7 @@ class Scorer:
                 # The last token of a completion predicts nothing: it is scored, and never fed.
                 lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
                 padded = max(lengths) * len(lengths)
-                self._on_pass(Pass(sum(lengths), padded, fed, self._queue.budget, began, seconds))
+                self._on_pass(Pass(sum(lengths), padded, fed, self._queue.budget, seconds))
             return answers
         # Out here the traceback of the failed pass, which kept its tensors, is gone.
         if torch.cuda.is_available():

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -160,20 +159,17 @@ def test_the_use_of_the_models_cards_is_known_where_nvidias_library_can_be_asked
     assert device_use(cards) is None
 
 
-def test_a_long_pass_is_spread_over_its_time(monkeypatch):
-    second = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: 10_000 + second)
+def test_a_point_of_the_curves_is_the_work_since_the_last_one():
     monitor = Monitor()
-    for second in (5.0, 10.0, 15.0, 20.0):
-        if second == 20:
-            monitor.scored(Pass(tokens=300, padded=300, fed=200, budget=400, began=10_006, seconds=13.5))
-        monitor.sample({"one": (70, 2), "two": (5, 1)})
-    second = 25.0
+    monitor.sample({"one": (70, 2), "two": (5, 1)})
+    for seconds in (1.5, 3.0):
+        monitor.scored(Pass(tokens=50, padded=150, fed=200, budget=400, seconds=seconds))
+    monitor.sample({"one": (70, 2), "two": (5, 1)})
     monitor.sample({})  # nothing more was done
     curves = monitor.status({})["history"]
-    assert curves["seconds"] == 5 and curves["tokens_per_second"] == [None] * 115 + [0, 20, 20, 20, 0]
-    assert curves["busy"][-5:] == pytest.approx([0, 0.9, 0.9, 0.9, 0])
-    assert curves["batch_fill"][-5:] == [None, 0.5, 0.5, 0.5, None]
+    assert curves["seconds"] == 5 and curves["tokens_per_second"] == [None] * 117 + [0, 20, 0]
+    assert curves["busy"][-3:] == pytest.approx([0, 0.9, 0])
+    assert curves["batch_fill"][-3:] == [None, 0.5, None]
     assert curves["queue_tokens"][-2:] == [75, 0] and curves["memory"][-1] > 50e6
     assert curves["device_use"] == [None] * 120  # unknown, and not zero
     for _ in range(200):
