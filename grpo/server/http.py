@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from waitress.adjustments import Adjustments
@@ -26,7 +27,6 @@ from waitress.buffers import OverflowableBuffer
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser, ParsingError
 from waitress.server import TcpWSGIServer
-from waitress.utilities import Error
 
 from grpo.config.errors import ConfigError, allow_open_files
 from grpo.config.server import ServerConfig
@@ -50,12 +50,12 @@ OnRefused = Callable[[str, str, str, ProtocolError], None]
 """(method, path, sender, error): called for each request that is refused before it reaches the app"""
 
 
-class _Refused(Error):
+@dataclass(frozen=True)
+class _Refused:
     """A ProtocolError as waitress wants its errors. After the answer it closes the connection."""
 
-    def __init__(self, error: ProtocolError, has_body: bool):
-        super().__init__(error.message)
-        self.error, self.has_body = error, has_body
+    error: ProtocolError
+    has_body: bool
 
     def to_response(self, ident: str | None = None) -> tuple[str, list[tuple[str, str]], bytes]:
         headers = [("Content-Type", "application/json"), ("Cache-Control", "no-store")]

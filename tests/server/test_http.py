@@ -25,6 +25,7 @@ from servers import wait_for_requests, wait_until
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser
 from waitress.task import ErrorTask
+from waitress.utilities import Error
 
 import grpo.server.http
 from grpo.config.server import ServerConfig
@@ -484,7 +485,6 @@ WAITRESS = {
     "HTTPChannel.service": "f73afa13748e",
     "HTTPChannel.send_continue": "842ebf929f6d",
     "HTTPRequestParser.__init__": "d43d0602efd2",
-    "Error.__init__": "02472df738da",
     "Error.to_response": "ce343408246a",
     "HTTPRequestParser.received": "b466c02de37d",
     "HTTPRequestParser.parse_header": "c2c093b90178",
@@ -505,7 +505,7 @@ WAITRESS = {
 
 def test_waitress_has_the_methods_that_are_replaced_here():
     methods = {HTTPChannel.service, HTTPChannel.readable, HTTPChannel.received, HTTPChannel.send_continue}
-    methods |= {HTTPRequestParser.__init__, ErrorTask.execute}
+    methods |= {HTTPRequestParser.__init__, Error.to_response, ErrorTask.execute}
     for ours in vars(grpo.server.http).values():
         if isinstance(ours, type) and ours.__module__ == grpo.server.http.__name__:
             theirs = [base for base in ours.__mro__ if base.__module__.startswith("waitress")]
