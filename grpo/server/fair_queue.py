@@ -1,24 +1,79 @@
 """The queue in front of the model: it limits each client, serves clients in turn, and lets the model be replaced.
 
-The web server's threads put requests in and wait for a future; one thread, the scorer, takes forward passes out.
+The web server's threads put requests in and wait for a future; one thread, the scorer, takes forward passes out. A
+request is split into parts, the completions of one prompt each. A pass takes one part of each client in turn, up to the
+token budget. So small requests share a pass, large ones are spread over several, and a client that has sent a thousand
+requests delays nobody else.
+
+In deterministic mode a part is one forward pass of one prompt's completions, or of a request's texts. Its cut does not
+depend on other requests, and passes are not shared: floating-point sums depend on the other sequences of a batch.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
+
 from grpo.model.packing import Batcher, by_prompt
-from grpo.server.client_queues import Batch, ClientQueues, Job, Scores
 from grpo.server.monitor import add_up
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError
 
 _BUSY_SECONDS = 2  # after which a client that found no room may come back
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The result of a request."""
+
+    values: np.ndarray
+    """float32: the answers of its sequences, end to end"""
+    fingerprint: str
+    """fingerprint of the model that computed them"""
+
+
+class Job:
+    """A request in the queue: its sequences, those that wait, and the answers so far."""
+
+    def __init__(self, request: LogprobsRequest, client: str = ""):
+        self.client, self.temperature = client, request.temperature
+        self.sequences = request.sequences()
+        self.tokens_left = len(request.input_ids)
+        """tokens of this request that wait or are being scored"""
+        self.parts: deque[deque[int]] = deque()
+        """the places of sequences that wait, by part"""
+        self.answers: dict[int, np.ndarray] = {}
+        """answers by the sequence's place in the request"""
+        self.is_later = False
+        """whether it came after an exchange that is still to come"""
+        self.refusal: ProtocolError | None = None
+        self.future: Future[Scores] = Future()
+
+    @property
+    def is_over(self) -> bool:
+        return self.refusal is not None or len(self.answers) == len(self.sequences)
+
+    def count_tokens(self, rows: Iterable[int]) -> int:
+        """Return the tokens of these sequences, a shared prompt counted each time."""
+        return sum(sum(map(len, self.sequences[row])) for row in rows)
+
+    def resolve(self, fingerprint: str) -> None:
+        """Give the future its answer or its refusal."""
+        if self.refusal is not None:
+            self.future.set_exception(self.refusal)
+        else:
+            values = np.concatenate([self.answers[row] for row in range(len(self.sequences))])
+            self.future.set_result(Scores(values, fingerprint))
+
+
+Batch = list[tuple[Job, int]]
+"""sequences for about one forward pass: the job of each, and its place in the job"""
 
 
 @dataclass
@@ -57,9 +112,8 @@ class FairQueue:
         """fingerprint of the model that answers now"""
         self._max_tokens, self._max_requests = max_queue_tokens, max_requests
         self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
-        self._waiting = ClientQueues()
+        self._turns: list[str] = []  # clients, the next one first
         self._exchange: Exchange | None = None
-        self._later = ClientQueues()  # jobs that came after the exchange
         self._changed = threading.Condition()
         self._closed = False
 
@@ -83,8 +137,9 @@ class FairQueue:
         with self._changed:
             self._check_open()
             self._check_room(client, job.tokens_left)
-            self._jobs[job.future] = job
-            (self._later if self._exchange else self._waiting).add(job)
+            if not any(other.parts for other in self._jobs.values() if other.client == client):
+                self._end_turn(client)
+            self._jobs[job.future], job.is_later = job, self._exchange is not None
             self._changed.notify()
         return job.future
 
@@ -133,18 +188,64 @@ class FairQueue:
         Finish a batch with `settle`, an exchange with `finish_exchange`; `abandon` cancels either.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._exchange or self._closed)
-            if not self._waiting:
+            self._changed.wait_for(lambda: self._waiting() or self._exchange or self._closed)
+            if not (waiting := self._waiting()):
                 return self._exchange
-            batch = self._waiting.take_part() if self._deterministic else self._waiting.take_shared(self.budget)
-            self._waiting.drop_empty()
-            return batch
+            if not self._deterministic:
+                return self._take_shared(deque(waiting))
+            client, job = next(iter(waiting.items()))
+            self._end_turn(client)
+            return [(job, row) for row in job.parts.popleft()]
+
+    def _take_shared(self, turns: deque[str]) -> Batch:
+        """Take sequences of one temperature from each client in turn, up to the budget, and at least one."""
+        batch: Batch = []
+        left, temperature = self.budget, None
+        while turns and left > 0:
+            client = turns.popleft()
+            job = self._waiting().get(client)
+            if job is None:
+                continue
+            temperature = temperature or job.temperature
+            if job.temperature != temperature:
+                continue  # for the next pass, whose first turn it will be
+            rows = job.parts[0]
+            prompt = len(job.sequences[rows[0]][0])
+            tokens = [len(job.sequences[row][1]) for row in rows]
+            if batch and left < prompt + sum(tokens) <= self.budget:
+                break  # whole in the next pass
+            left -= prompt
+            for count in tokens:
+                if batch and count > left:
+                    break
+                batch.append((job, rows.popleft()))
+                left -= count
+            self._end_turn(client)
+            turns.append(client)
+            if rows:
+                break
+            job.parts.popleft()
+        return batch
+
+    def _waiting(self) -> dict[str, Job]:
+        """Return each client's first job that waits and comes before an exchange, in the order of their turns."""
+        first: dict[str, Job] = {}
+        for job in self._jobs.values():
+            if job.parts and not job.is_later:
+                first.setdefault(job.client, job)
+        return {client: first[client] for client in self._turns if client in first}
+
+    def _end_turn(self, client: str) -> None:
+        """Let a client be the last one; forget clients without a job."""
+        others = {job.client for job in self._jobs.values()} - {client}
+        self._turns = [*filter(others.__contains__, self._turns), client]
 
     def finish_exchange(self, refusal: ProtocolError | None) -> None:
         """End the exchange, undone if there is a refusal, and continue with the requests that came after it."""
         with self._changed:
             exchange, self._exchange = self._exchange, None
-            self._waiting, self._later = self._later, ClientQueues()
+            for job in self._jobs.values():
+                job.is_later = False
             if refusal is None:
                 self.fingerprint = exchange.becomes
         if refusal is not None:
@@ -198,5 +299,3 @@ class FairQueue:
     def _drop_waiting(self, job: Job) -> None:
         job.tokens_left -= job.count_tokens(chain(*job.parts))
         job.parts.clear()
-        self._waiting.drop_empty()
-        self._later.drop_empty()

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from grpo.model.devices import is_out_of_memory
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.server.client_queues import Batch, Job
-from grpo.server.fair_queue import Exchange, FairQueue
+from grpo.server.fair_queue import Batch, Exchange, FairQueue, Job
 from grpo.server.monitor import Pass
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError
