@@ -47,52 +47,47 @@ def check_reference(
     """
     urls, restart = " ".join(config.ref_servers), f"restart it with --model_name_or_path {config.model_name_or_path}"
 
-    def require(ok: bool, fault: str) -> None:
-        if not ok:
-            raise ServerError(f"{urls} serves {reference.name}{fault}")
+    def error(fault: str) -> ServerError:
+        return ServerError(f"{urls} serves {reference.name}{fault}")
 
-    require(
-        not has_pictures or reference.processor_fingerprint != "",
-        f" without pictures, and prompts of this run have some: {restart}, of the trainer's version",
-    )
+    if has_pictures and not reference.processor_fingerprint:
+        raise error(f" without pictures, and prompts of this run have some: {restart}, of the trainer's version")
     processors = {policy.processor_fingerprint, reference.processor_fingerprint}
-    limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
-    require(
-        len(processors) == 1 or "" in processors or (config.allow_other_reference and not has_pictures),
-        " and prepares pictures in another way than this run: restart it with the trainer's settings, "
-        f"{' and '.join(limits)}, and the same preprocessor_config.json",
-    )
-    vocabularies = {(info.tokenizer_fingerprint, info.vocab_size) for info in (policy, reference)}
-    require(
-        len(vocabularies) == 1,
-        f", whose vocabulary of {reference.vocab_size} is not that of {policy.name}, {policy.vocab_size}: {restart}",
-    )
-    require(
-        config.longest_sequence <= reference.max_length,
-        f" and takes at most {reference.max_length} tokens a sequence, and max_prompt_length + max_completion_length "
-        f"is {config.longest_sequence}: restart it with a larger --max_length, or lower one of them",
-    )
+    may_differ = "" in processors or (config.allow_other_reference and not has_pictures)
+    if len(processors) > 1 and not may_differ:
+        limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
+        raise error(
+            " and prepares pictures in another way than this run: restart it with the trainer's settings, "
+            f"{' and '.join(limits)}, and the same preprocessor_config.json"
+        )
+    same_tokens = reference.tokenizer_fingerprint == policy.tokenizer_fingerprint
+    if not same_tokens or reference.vocab_size != policy.vocab_size:
+        sizes = f"{reference.vocab_size} is not that of {policy.name}, {policy.vocab_size}"
+        raise error(f", whose vocabulary of {sizes}: {restart}")
+    if config.longest_sequence > reference.max_length:
+        raise error(
+            f" and takes at most {reference.max_length} tokens a sequence, and max_prompt_length + "
+            f"max_completion_length is {config.longest_sequence}: restart it with a larger --max_length, or lower one"
+        )
     has_config = reference.config_fingerprint == policy.config_fingerprint
-    require(
-        has_config or not config.ref_update_steps,
-        f", whose configuration is not that of {policy.name}, so it cannot take these weights: {restart}, or set "
-        "ref_update_steps to 0",
-    )
-    require(
-        config.quantization in ("none", reference.quantization),
-        f" with quantization {reference.quantization}, and that of the policy is {config.quantization}, so the KL "
-        f"would not begin at 0: restart it with --quantization {config.quantization}, or use ref adapter_off",
-    )
+    if config.ref_update_steps and not has_config:
+        reason = f"whose configuration is not that of {policy.name}, so it cannot take these weights"
+        raise error(f", {reason}: {restart}, or set ref_update_steps to 0")
+    if config.quantization not in ("none", reference.quantization):
+        raise error(
+            f" with quantization {reference.quantization}, and that of the policy is {config.quantization}, so the KL "
+            f"would not begin at 0: restart it with --quantization {config.quantization}, or use ref adapter_off"
+        )
     if reference.fingerprint == policy.fingerprint or any_version:
         return
     served, begun_with = f"{reference.name} ({reference.fingerprint})", f"{policy.name} ({policy.fingerprint})"
     # The numbers that quantized weights stand for depend on dtype and device: equal configurations are all that shows.
     is_quantized = {reference.quantization, policy.quantization} != {"none"}
-    require(
-        config.allow_other_reference or (is_quantized and has_config),
-        f" ({reference.fingerprint}), which is another model than the policy starts from, {begun_with}: {restart}, or "
-        "set allow_other_reference to train with it",
-    )
+    if not (config.allow_other_reference or (is_quantized and has_config)):
+        raise error(
+            f" ({reference.fingerprint}), which is another model than the policy starts from, {begun_with}: {restart}, "
+            "or set allow_other_reference to train with it"
+        )
     message = "the reference, %s, has other weights than the policy starts from, %s: the KL will not begin at 0"
     log.warning(message, served, begun_with)
 
