@@ -160,7 +160,8 @@ class FairQueue:
             if job is None:
                 return
             job.refusal = refusal
-            self._drop_waiting(job)
+            job.tokens_left -= job.count_tokens(chain(*job.parts))
+            job.parts.clear()
             if job.tokens_left == 0:  # else a pass is under way with the rest of it, and `settle` follows
                 del self._jobs[future]
 
@@ -267,7 +268,6 @@ class FairQueue:
             with self._changed:  # before the answer, whose reader may send the next request at once
                 if job.future not in self._jobs:  # cancelled meanwhile
                     continue
-                self._drop_waiting(job)
                 del self._jobs[job.future]
             job.resolve(self.fingerprint)
 
@@ -295,7 +295,3 @@ class FairQueue:
             waiting = f"{in_all} tokens in {requests_in_all} requests wait already, {of_client} of them yours"
             message = f"{waiting}: come back in {_BUSY_SECONDS} s"
             raise ProtocolError(503, "busy", message, retry_after=_BUSY_SECONDS)
-
-    def _drop_waiting(self, job: Job) -> None:
-        job.tokens_left -= job.count_tokens(chain(*job.parts))
-        job.parts.clear()
