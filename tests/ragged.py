@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 
 import torch
+from conftest import REPOSITORY
 from oracle import Completion, size
 
 from grpo.algorithm.loss_types import LOSSES, StepSize, Tokens
@@ -30,6 +33,14 @@ def cases(options: dict) -> Iterator[tuple[str, str, dict]]:
             continue
         unused = UNUSED_BOUNDS.get(loss_type, ())
         yield loss_type, level, {name: options[name] for name in options if name not in unused}
+
+
+def documented(folder: Path, file: str) -> str:
+    """Write a file of docs/recipes.md to a folder; return its function as settings name it."""
+    text = (REPOSITORY / "docs/recipes.md").read_text()
+    (example,) = re.findall(rf"```python\n(# {file}.*?)```", text, re.DOTALL)
+    (folder / file).write_text(example)
+    return f"{folder / file}:{re.search(r'def (.*?)[(]', example)[1]}"
 
 
 def level_of(loss_type: str) -> str:

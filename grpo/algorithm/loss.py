@@ -13,7 +13,6 @@ import torch
 from grpo.algorithm.loss_types import (
     LOG_RATIO_LIMIT,
     LOSSES,
-    USE_SAMPLER_WEIGHTS,
     LossInputs,
     StepSize,
     Tokens,
@@ -72,7 +71,7 @@ def grpo_loss(
         difference = (old - tokens.sampling_logprobs).abs()
         metrics |= {DISTANCE: difference, "sampling/sampling_logp_difference/max:max": difference}
     if sampler_weights is not None:
-        if settings.loss_type not in USE_SAMPLER_WEIGHTS:
+        if settings.loss_type != "vespo":  # which has them in its policy term
             per_token = per_token * sampler_weights
         metrics |= {f"sampling/importance_sampling_ratio/{name}": weight for name in ("mean", "max:max", "min:min")}
     if tokens.ref_logprobs is not None:

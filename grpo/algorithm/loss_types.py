@@ -198,8 +198,6 @@ LOSSES: dict[str, LossFunction] = {
     "luspo": luspo,
     "vespo": vespo,
 }
-USE_SAMPLER_WEIGHTS = {"vespo"}
-"""loss types with `sampler_weights` in their policy term already"""
 
 
 def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -48,10 +48,6 @@ def constants(settings: LossSection) -> dict:
     return {"entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST}
 
 
-def without_reference(batch: list[Completion]) -> list[Completion]:
-    return [dataclasses.replace(completion, ref=None) for completion in batch]
-
-
 # The other estimators meet nothing else in the modes that are left out.
 ESTIMATED = ["as drawn", "off-policy", "far off", "KL, bias corrected", "everything"]
 
@@ -81,7 +77,8 @@ def test_with_the_kl_in_the_reward_it_is_reported_and_not_in_the_loss():
             )
             value, metrics, tokens = compute(batch, settings)
             without_kl = dataclasses.replace(settings, kl_in_reward=False)
-            plain, _, plain_tokens = compute(without_reference(batch), without_kl)
+            alone = [dataclasses.replace(completion, ref=None) for completion in batch]
+            plain, _, plain_tokens = compute(alone, without_kl)
             assert value.item() == plain.item()
             assert torch.equal(gradients(value, tokens)[0], gradients(plain, plain_tokens)[0])
             assert torch.equal(metrics["kl"], compute(batch, without_kl)[1]["kl"])

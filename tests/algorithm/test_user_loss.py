@@ -1,13 +1,11 @@
 """A loss type of the user's own: a copy of a built-in one equals it to the bit; what cannot be used is refused."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from careless import unchanged
-from conftest import REPOSITORY
-from ragged import completions, gradients, step_of, tokens_of
+from ragged import completions, documented, gradients, step_of, tokens_of
 
 from grpo.algorithm.loss import grpo_loss, try_loss
 from grpo.algorithm.loss_types import LOSSES
@@ -55,13 +53,6 @@ def copies(tmp_path) -> str:
     return f"{tmp_path}/copies.py"
 
 
-def documented(folder: Path) -> str:
-    """Write the example of docs/recipes.md to a file; return its name as a loss type."""
-    (example,) = re.findall(r"```python\n(# mine.py.*?)```", (REPOSITORY / "docs/recipes.md").read_text(), re.DOTALL)
-    (folder / "mine.py").write_text(example)
-    return f"{folder}/mine.py:truncated"
-
-
 def compute(loss_type: str, kind: dict, **options) -> tuple[torch.Tensor, tuple, dict]:
     settings = LossSection(loss_type=loss_type, **options)
     tokens = tokens_of(some := completions(seed=3, **kind))
@@ -79,7 +70,7 @@ def test_a_copy_of_a_built_in_loss_is_that_loss_to_the_bit(copies, tmp_path):
         ("grpo", f"{copies}:copy_of_grpo", {}),
         ("grpo", f"{copies}:careless_grpo", {}),
         ("vespo", f"{copies}:copy_of_vespo", {}),
-        ("cispo", documented(tmp_path), {"epsilon_high": 2.0}),
+        ("cispo", documented(tmp_path, "mine.py"), {"epsilon_high": 2.0}),
     ]
     around = [
         ({}, {"off_policy": False}),
@@ -97,7 +88,7 @@ def test_a_copy_of_a_built_in_loss_is_that_loss_to_the_bit(copies, tmp_path):
 
 
 def test_its_metrics_are_recorded_under_their_names(tmp_path):
-    _, _, metrics = compute(documented(tmp_path), {})
+    _, _, metrics = compute(documented(tmp_path, "mine.py"), {})
     stats: dict = {}
     add_stats(stats, metrics)
     numbers = step_metrics(stats)
@@ -108,14 +99,11 @@ def test_its_metrics_are_recorded_under_their_names(tmp_path):
 REFUSED = [
     ("loss = 1", "has no such function: define it there"),
     ("def loss(inputs): ...", r"failed on three small sequences \(TypeError"),
-    ("def loss(inputs, settings): return inputs.logprops", r"failed on three small sequences \(AttributeError"),
     (
         "def loss(inputs, settings): return inputs.logprobs",
         r"for 5 tokens it returned tensor\(\[-1.0.*: return \(policy, weights, metrics\)",
     ),
-    ("def loss(inputs, settings): return inputs.logprobs, {}", "it returned .*: return "),
     ("def loss(inputs, settings): return inputs.logprobs.sum(), inputs.entropy, {}", "it returned .*: return "),
-    ("def loss(inputs, settings): return inputs.logprobs, 0.5, {}", r"it returned .*, 0.5, {}\): return "),
     (
         "def loss(inputs, settings): return inputs.logprobs, inputs.entropy, {'a': inputs.entropy.mean()}",
         r"{'a': tensor\(1.*}\): return ",
@@ -134,13 +122,6 @@ def test_what_cannot_be_used_is_refused_before_the_run(tmp_path):
         settings = LossSection(loss_type=f"{file}:loss")
         with pytest.raises(ConfigError, match=f"^loss_type='{file}:loss': .*{reason}"):
             try_loss(settings)
-
-
-def test_a_value_that_is_not_finite_is_no_mistake(tmp_path):
-    (tmp_path / "infinite.py").write_text(
-        "def loss(inputs, settings): return inputs.logprobs / 0, inputs.entropy.detach(), {}"
-    )
-    try_loss(LossSection(loss_type=f"{tmp_path}/infinite.py:loss"))
 
 
 def test_it_is_the_file_that_was_tried_wherever_a_reward_function_goes(copies, tmp_path, monkeypatch):
