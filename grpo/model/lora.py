@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from grpo.config.errors import ConfigError, did_you_mean, require
+from grpo.config.errors import ConfigError, require
 from grpo.config.sampling_settings import PolicyConfig
 from grpo.model.hub import base_of, one_line, refuse_unloadable
 from grpo.model.pictures import vision_modules
@@ -44,8 +44,6 @@ _KNOWN_FIELDS = {
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
 }
-# Initialisations that leave the base as it is; their result is in the file.
-_KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
 
 
 def require_packages(field: str, value: object, *packages: str) -> None:
@@ -89,7 +87,8 @@ def put_adapter(model: PreTrainedModel, name: str) -> None:
     config = PeftConfig.from_pretrained(name)
     if not isinstance(config, LoraConfig):
         raise _refused(name, f"its adapter is {config.peft_type}, not LoRA")
-    if config.init_lora_weights in _KNOWN_STARTS:
+    # These leave the base as it is, and their result is in the file.
+    if config.init_lora_weights in (False, "gaussian", "orthogonal"):
         config.init_lora_weights = True
     plain = LoraConfig()
     for field in fields(config):
@@ -142,12 +141,10 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
 
 def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
     """Raise ConfigError for a name that is no layer's. peft refuses only if all names are wrong."""
-    names, layers = [f".{name}" for name, _ in model.named_modules()], _kinds_of_layers(model)
+    remedy = f"name some of its linear layers ({', '.join(_kinds_of_layers(model))}), or all-linear"
     for target in targets:
-        is_there = any(name.endswith(f".{target}") for name in names)
-        remedy = f"name some of its linear layers ({', '.join(layers)}), or all-linear"
-        problem = f"the model has no such layer{did_you_mean(target, layers)}"
-        require(is_there, "lora_target_modules", target, f"{problem}: {remedy}")
+        is_there = any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules())
+        require(is_there, "lora_target_modules", target, f"the model has no such layer: {remedy}")
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
@@ -292,14 +289,11 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     `model`. On the model's device one layer is merged at a time.
     """
     settings = copy.deepcopy(model.config)
-    if is_quantized(model, "4bit"):
+    if quantization_of(model) == "4bit":
         del settings.quantization_config
     with torch.device("meta"):
         plain = type(model)(settings)
-    weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
-    for name, weight in model.named_parameters():
-        if is_packed(weight) and ".base_layer." not in name:
-            weights[name] = unpacked(weight).cpu()
+    weights = model.state_dict() | base_weights(model)
     for name, layer in _lora_layers(model).items():
         weights[f"{name}.weight"] = _merged_weight(layer).cpu()
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
@@ -310,18 +304,9 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 def _merged_weight(layer: LoraLayer) -> Tensor:
     """Return the weight of a plain layer that computes the same. The layer itself stays as it is."""
-    base = layer.get_base_layer()
-    if is_packed(base.weight):  # peft would pack the sum into 4 bits again
-        plain, kind = unpacked(base.weight), layer.lora_variant.get(NAME)
-        return plain + layer.get_delta_weight(NAME) if kind is None else kind.merge_safe(layer, NAME, plain)
-    original = base.weight.data
-    try:
-        layer.merge(safe_merge=True, adapter_names=[NAME])  # into a copy, which takes the weight's place
-        return base.weight.data
-    finally:
-        # Unmerging would subtract the adapter again, and leave the rounding of both.
-        base.weight.data = original
-        layer.merged_adapters.clear()
+    # Not layer.merge: it would pack the sum into 4 bits again, and has to be undone.
+    plain, variant = unpacked(layer.get_base_layer().weight), layer.lora_variant.get(NAME)
+    return plain + layer.get_delta_weight(NAME) if variant is None else variant.merge_safe(layer, NAME, plain)
 
 
 # Weights in 4 or 8 bits, by bitsandbytes.
@@ -348,13 +333,9 @@ def keep_layout(model: PreTrainedModel) -> None:
             layer.support_avx512bf16_for_cpu = False
 
 
-def is_quantized(model: PreTrainedModel, quantization: str) -> bool:
-    return getattr(model, f"is_loaded_in_{quantization}", False)
-
-
 def quantization_of(model: PreTrainedModel) -> str:
     """Return the value of the setting `quantization` that the model was loaded with."""
-    return next((name for name in ("4bit", "8bit") if is_quantized(model, name)), "none")
+    return next((name for name in ("4bit", "8bit") if getattr(model, f"is_loaded_in_{name}", False)), "none")
 
 
 def is_packed(weight: Tensor) -> bool:

@@ -33,7 +33,7 @@ from grpo.client.server_errors import RequestFailure, ServerError, ServersLost
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids, longest_sequence
 from grpo.model.logprobs import token_logprobs
-from grpo.model.lora import NAME, adapter_weights, base_weights, is_quantized
+from grpo.model.lora import NAME, adapter_weights, base_weights, quantization_of
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient, Retrier
@@ -203,7 +203,7 @@ def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> b
     """Return the file with a model's folder but for its weights (RunInfo.model_files): of equal models equal bytes."""
     settings = copy.deepcopy(model.config)
     settings.architectures = [type(model).__name__]
-    if is_quantized(model, "4bit"):
+    if quantization_of(model) == "4bit":
         del settings.quantization_config  # the base is published unpacked
     with TemporaryDirectory() as name:
         folder = Path(name)

@@ -35,7 +35,6 @@ from step_worker import own_share, read_config
 from trainer_runs import lines, options, plain_python, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
@@ -132,16 +131,7 @@ def test_gradients_are_those_of_plain_autograd(model_folder, adapters, kind, che
 @pytest.mark.slow
 def test_the_step_of_two_ranks_is_that_of_plain_autograd(model_folder, adapters, tmp_path):
     """Under ZeRO-2, where one rank has one micro-batch of an empty completion, and the other 35."""
-    settings = [
-        "--micro_batch_tokens",
-        "1",
-        "--beta",
-        "0.3",
-        "--max_grad_norm",
-        "0",
-        "--gradient_checkpointing",
-        "true",
-    ]
+    settings = ["--micro_batch_tokens=1", "--beta=0.3", "--max_grad_norm=0", "--gradient_checkpointing=true"]
     case = {"options": settings, "shares": [1, 35], "order": list(range(36)), "old": False, "sampled": False}
     (tmp_path / "cases.json").write_text(json.dumps([case | {"small_steps": []}]))
     out = tmp_path / "step.pt"
@@ -254,9 +244,9 @@ def test_a_merged_model_is_plain_and_the_run_goes_on(model_folder, adapters, tok
     assert not (tmp_path / "model/adapter_config.json").exists()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     original = AutoModelForCausalLM.from_pretrained(model_folder)
-    plain.config._name_or_path, plain.config.dtype = original.config._name_or_path, original.config.dtype
+    same = {"_name_or_path": None, "dtype": None}
     assert plain.state_dict().keys() == original.state_dict().keys()
-    assert plain.config.to_dict() == original.config.to_dict()
+    assert plain.config.to_dict() | same == original.config.to_dict() | same
     assert plain.generation_config.to_dict() == original.generation_config.to_dict()
     byhand = by_hand(model_folder, adapters[kind]).state_dict()
     for name, weight in plain.state_dict().items():
@@ -320,7 +310,7 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
         "cannot be loaded .*no/such/base": {"base_model_name_or_path": "/no/such/base"},
     }
     folders = [copied(adapters["LoRA"], tmp_path / str(place), **case) for place, case in enumerate(cases.values())]
-    for folder, said in [(cut, "adapter_model.safetensors is damaged"), *zip(folders, cases, strict=True)]:
+    for folder, said in [(cut, "its weights are damaged"), *zip(folders, cases, strict=True)]:
         with pytest.raises(ConfigError, match=said):
             load_model(SharedConfig(model_name_or_path=folder), CPU)
     other = peft.get_peft_model(
@@ -335,7 +325,7 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
     "targets, said",
     [
         (["nowhere"], r"lora_target_modules='nowhere': .* linear layers \(down_proj, .*, v_proj\), or all-linear$"),
-        (["q_proj", "v_projj"], r"lora_target_modules='v_projj': the model has no such layer; did you mean v_proj\?: "),
+        (["q_proj", "v_projj"], r"lora_target_modules='v_projj': the model has no such layer: "),
         (["lm_head", "q_proj"], "embeddings or the head"),
         (["embed_tokens"], "embeddings or the head"),
     ],
@@ -363,31 +353,10 @@ def test_what_is_known_before_loading_is_refused_by_then(model_folder, adapters,
 
 
 @pytest.mark.slow
-def test_a_server_answers_with_the_adapters_logprobs(model_folder, adapters, tmp_path):
-    with running_server(adapters["DoRA"], tmp_path) as server:
-        server.wait_ready()
-        config = trainer("--ref_servers", server.url, "--temperature", "0.9", model=adapters["DoRA"])
-        client = ReferenceClient(config)
-        assert client.wait_ready().name == str(adapters["DoRA"])
-        prompt, rest = [5, 6, 7], [[8, 9, 10, 11], [12, 13]]
-        answers = client.request_groups([("g", prompt, rest)])[0].result()
-        client.close()
-    model = by_hand(model_folder, adapters["DoRA"])
-    for completion, answer in zip(rest, answers, strict=True):
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0] / 0.9
-        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-        expected = rows[range(len(completion)), completion]
-        assert_rounded(torch.from_numpy(answer), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start, dtype", [("model", "bfloat16"), ("DoRA", "float32")])
-def test_two_ranks_without_a_server(model_folder, adapters, data_folder, letters, tmp_path, start, dtype):
-    run = tmp_path / "run"
-    begin = model_folder if start == "model" else adapters[start]
+def test_two_ranks_without_a_server(adapters, data_folder, letters, tmp_path):
+    run, begin = tmp_path / "run", adapters["DoRA"]
     settings = options(begin, data_folder, run, ref="adapter_off", use_peft=None, eval_steps=0, save_steps=2)
-    settings += ["--ref_servers", f"http://127.0.0.1:{free_port()}"]  # nobody is there
-    settings += ["--gradient_checkpointing", "--dtype", dtype]
+    settings += ["--ref_servers", f"http://127.0.0.1:{free_port()}", "--gradient_checkpointing"]  # nobody is there
     ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     assert "ref is adapter_off: no reference server" in ended.stdout
@@ -395,9 +364,9 @@ def test_two_ranks_without_a_server(model_folder, adapters, data_folder, letters
     assert abs(rows[0]["kl"]) < NO_KL and rows[-1]["kl"] > 1e-6
     assert all(row["time/ref_logprobs"] > 0 for row in rows)
     for name in ("checkpoint-2", "model"):
-        model, began_with_adapter = policy("--dtype", dtype, model=run / name)
+        model, began_with_adapter = policy(model=run / name)
         assert began_with_adapter
-        first, last = trained(policy("--dtype", dtype, model=begin)[0]).values(), trained(model).values()
+        first, last = trained(policy(model=begin)[0]).values(), trained(model).values()
         assert not any(map(torch.equal, first, last))
 
 

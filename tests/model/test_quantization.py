@@ -63,7 +63,7 @@ def quantized(*words, model):
 
 def plain_copy(model) -> AutoModelForCausalLM:
     """The base under an adapter as a model in 32 bits, its packed weights unpacked."""
-    plain = AutoModelForCausalLM.from_pretrained(model.config._name_or_path, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32)
     plain.load_state_dict(base_weights(model), strict=False)
     return plain
 
