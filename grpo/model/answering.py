@@ -46,10 +46,8 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
         if not isinstance(settings, dict):
             raise yaml.YAMLError("write one 'field: value' a line")
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"model_name_or_path={model!r}: its {ANSWERING} cannot be read ({' '.join(str(error).split())}): mend or "
-            "delete it"
-        ) from error
+        reason = f"its {ANSWERING} cannot be read ({' '.join(str(error).split())})"
+        raise ConfigError(f"model_name_or_path={model!r}: {reason}: mend or delete it") from error
     # A newer version may write more settings, and a stranger's file must not reach others, such as trust_remote_code.
     return str(path), {name: value for name, value in settings.items() if name in _NAMES}
 

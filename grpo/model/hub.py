@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session, httpx
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers.utils import cached_file, find_adapter_config_file
 
 from grpo.config.errors import ConfigError, require
@@ -34,17 +34,11 @@ def check_model_name(field: str, name: str) -> None:
 
 def can_ask_hub(field: str, name: str) -> bool:
     """Tell whether the hub can be asked for a name that is no file or folder. Raises ConfigError for a path."""
-    first, slash, _ = name.partition("/")
-    is_file = not slash and name.endswith((".json", ".jsonl", ".parquet", ".csv"))
-    # `runs` is where runs go, also before the first one. OWNER/NAME is a path too if the folder OWNER exists, unless
-    # the hub, or its cache, may have it.
+    is_file = "/" not in name and name.endswith((".json", ".jsonl", ".parquet", ".csv"))
+    # `runs` is where runs go, also before the first one.
     is_path = is_file or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
-    is_reachable = not is_path and is_hub_reachable()
-    cached = [Path(constants.HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}") for kind in ("models", "datasets")]
-    is_known = is_reachable or any(folder.is_dir() for folder in cached)
-    is_lost = is_path or (slash and Path(first).is_dir() and not is_known)
-    require(not is_lost, field, name, "there is no such file or folder: correct the path, or give a hub id")
-    return is_reachable
+    require(not is_path, field, name, "there is no such file or folder: correct the path, or give a hub id")
+    return is_hub_reachable()
 
 
 def find_file(name: str, *files: str) -> str | None:
@@ -73,12 +67,8 @@ def refuse_unloadable(
         yield
     except ConfigError:
         raise
-    except SafetensorError as error:  # does not say which file
-        sources = filter(None, (name, base_of(name)))
-        folders = [Path(find_file(source, "config.json", "adapter_config.json")).parent for source in sources]
-        files = (path for folder in folders for path in sorted(folder.glob("*.safetensors")))
-        path = next(filter(_is_damaged, files), folders[0])
-        raise ConfigError(f"{field}={name!r}: {path} is damaged ({error}): copy or download it again") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{field}={name!r}: its weights are damaged ({error}): copy or download it again") from error
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(f"{field}={name!r}: cannot be loaded ({one_line(error)}): {remedy}") from error
 
@@ -86,14 +76,6 @@ def refuse_unloadable(
 def one_line(error: BaseException) -> str:
     """Return the start of an error's text as a part of a sentence."""
     return " ".join(str(error).split())[:300]
-
-
-def _is_damaged(path: Path) -> bool:
-    try:
-        with safe_open(path, framework="pt"):
-            return False
-    except SafetensorError:
-        return True
 
 
 @cache
