@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
-from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +35,7 @@ def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: flo
     sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
     out: list[Tensor] = []
     parts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
-    for (prompt, completions), blocks, group in zip(
-        tree.groups, tree.blocks or [None] * len(tree.groups), parts, strict=True
-    ):
+    for (prompt, completions), blocks, group in zip(tree.groups, tree.blocks, parts, strict=True):
         if completions and blocks is None and sum(completions) + prompt <= ROWS:
             mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
             out.append(_attend(*group, mask, scaling, softcap))
@@ -63,11 +60,6 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float
 
     if softcap is not None or any(blocks is not None for blocks in tree.blocks):
         raise NotImplementedError("varlen_attn has no softcap, and no mask for pictures whose pieces see each other")
-    repeat, options = query.shape[1] // key.shape[1], {}
-    if "enable_gqa" in signature(varlen_attn).parameters:
-        options["enable_gqa"] = repeat > 1
-    elif repeat > 1:  # torch 2.11 takes only as many key heads as query heads
-        key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
 
     def laid_out(states: Tensor) -> Tensor:
         parts = iter(states.split(tree.segments, dim=2))
@@ -88,7 +80,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float
         max(tree.key_lengths),
         scale=scaling,
         window_size=(-1, 0),
-        **options,
+        enable_gqa=query.shape[1] > key.shape[1],
     )
     return out.unsqueeze(0)
 

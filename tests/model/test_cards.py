@@ -84,7 +84,7 @@ def test_a_batch_on_a_card_brings_nothing_along_from_the_cpu():
         before = cards.copied
         token_logprobs(model, batch, 1.0)
         assert cards.copied - before <= 3 * 8  # three segments, int64; the mask has 64 x 64 numbers
-        tree = Tree([(2, [2, 1]), (1, [])])
+        tree = Tree([(2, [2, 1]), (1, [])], [None, None])
         ends = [tree.ends(torch.device(f"meta:{card}")) for card in (0, 1, 0, 1)]
         assert ends[2] is ends[0] and ends[3] is ends[1]
         assert {str(tensor.device) for tensor in ends[1]} == {"meta:1"}

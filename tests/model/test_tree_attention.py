@@ -11,7 +11,7 @@ from transformers import MistralConfig
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.model.tree_attention import switch_off, switch_on
+from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher
 
 WINDOWED = "mistral, sliding window", "gemma2, softcapped"
@@ -88,15 +88,13 @@ def test_a_model_generates_and_saves_as_before(name, tmp_path):
     settings = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.no_grad():
         before, logits = model.generate(ids, **settings), model(ids, attention_mask=mask).logits
-        own, described = model.config._attn_implementation, model.config.to_dict()
+        described = model.config.to_dict()
         switch_on(model, "segments")
         assert torch.equal(model.generate(ids, **settings), before)
         assert torch.equal(model(ids, attention_mask=mask).logits, logits)
     assert model.config.to_dict() == described
     model.save_pretrained(tmp_path)
     assert "grpo_packed" not in (tmp_path / "config.json").read_text()
-    switch_off(model)
-    assert model.config._attn_implementation == own
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -123,9 +121,11 @@ def test_the_variants_agree_on_a_gpu(variant):
         assert (ours - right).norm() <= 3 * (rounded - right).norm()
 
 
-def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size):
+def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """What flash attention computes, a segment at a time in float64. [tokens, heads, d] each."""
-    assert window_size == (-1, 0)
+    repeat = query.shape[1] // key.shape[1]
+    assert window_size == (-1, 0) and enable_gqa == (repeat > 1)
+    key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
     outputs = []
     for place in range(len(cu_seq_q) - 1):
         queries = query[cu_seq_q[place] : cu_seq_q[place + 1]].double()
@@ -137,25 +137,10 @@ def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size):
     return torch.cat(outputs).to(query.dtype)
 
 
-def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
-    """torch 2.11's signature: no grouped heads."""
-    assert query.shape[1] == key.shape[1] == value.shape[1]
-    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
-
-
-def varlen_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """torch 2.13's signature: grouped heads where they are announced."""
-    repeat = query.shape[1] // key.shape[1]
-    assert enable_gqa == (repeat > 1)
-    key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
-    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
-
-
-@pytest.mark.parametrize("torchs_own", [varlen_2_11, varlen_2_13])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2, learned positions"])
-def test_what_varlen_is_given_is_what_segments_compute(name, torchs_own, monkeypatch):
+def test_what_varlen_is_given_is_what_segments_compute(name, monkeypatch):
     """The kernel itself needs a card; the order of keys, the lengths and the grouped heads do not."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs_own)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
     model = build(CONFIGS[name])
     batch = Batcher(0, 10**9).make(GROUPS, "cpu")
     logprobs = {}
