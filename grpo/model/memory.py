@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -183,12 +183,13 @@ def activations(
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
     embeddings = model.get_input_embeddings()
     fed = pictures.inputs(model, tokens) if pictures is not None else {}
-    trained = [parameter for parameter in model.parameters() if backward and parameter.requires_grad]
     hooks = [
-        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None)) for weight in trained
+        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+        for weight in model.parameters()
+        if backward and weight.requires_grad
     ]
     live = LiveTensors(model)
-    with _counted_attention(model, beside, pictures):
+    with _counted_attention(model, beside):
         try:
             recompute(model, wanted=backward)
             with live, torch.set_grad_enabled(backward):
@@ -216,7 +217,7 @@ def activations(
 
 
 @contextmanager
-def _counted_attention(model: PreTrainedModel, beside: tuple[int, int], pictures: Pictures | None) -> Iterator[None]:
+def _counted_attention(model: PreTrainedModel, beside: tuple[int, int]) -> Iterator[None]:
     """Let each attention of the model make the tensors of a kernel (`_beside_attention`), and compute nothing."""
 
     def attention(module, query, key, value, attention_mask, **options):
@@ -231,7 +232,7 @@ def _counted_attention(model: PreTrainedModel, beside: tuple[int, int], pictures
     model.set_attn_implementation("grpo_counted")
     if model.config._attn_implementation != "grpo_counted":
         raise NotImplementedError(f"{type(model).__name__} does not let its attention be counted")
-    for part in (getattr(model.config, name) for name in model.config.sub_configs if pictures is not None):
+    for part in (getattr(model.config, name) for name in model.config.sub_configs):
         if part is not None and part is not model.config.get_text_config():
             part._attn_implementation = _OF_TOWER
     try:
@@ -288,16 +289,12 @@ class LiveTensors(TorchDispatchMode):
         arguments, options = _on_one_device((arguments, options or {}))
         returned = function(*arguments, **options)
         for leaf in tree_leaves(returned):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
         return returned
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
 
     def _forget(self, place: int, size: int) -> None:
         self._known.remove(place)
@@ -308,7 +305,7 @@ def _on_one_device(arguments):
     """Return an operation's arguments, all on device meta if some are: lengths are read from tensors on the CPU."""
     if len({leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}) < 2:
         return arguments
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and leaf.ndim else leaf, arguments)
+    return tree_map_only(Tensor, lambda leaf: leaf.to("meta") if leaf.ndim else leaf, arguments)
 
 
 class _Attention(torch.autograd.Function):
@@ -356,11 +353,10 @@ def server_report(config: ServerConfig) -> str:
         reason = f"no estimate of its memory ({error}): start the server without --estimate"
         raise ConfigError(f"model_name_or_path={config.model_name_or_path!r}: {reason}") from error
     count = sum(parameter.numel() for parameter in model.parameters())
-    measured = "not measured on a card" if device.type == "cuda" else "compared with measured peaks"
     lines = [
         f"{config.model_name_or_path}: {count:,} parameters. Computed from its configuration, no weights were loaded.",
         "",
-        f"On this machine ({device.type}, {dtype}, quantization {config.quantization}; {measured}),",
+        f"On this machine ({device.type}, {dtype}, quantization {config.quantization}),",
         f"with a forward pass of {budget:,} tokens (--max_batch_tokens), MiB:",
         *term_lines(batch),
         _line(f"one sequence of {longest:,} tokens", alone.total, "together; --max_length lowers it"),
@@ -401,9 +397,7 @@ def smallest_card(memory: Memory) -> float:
 
 def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
     """Return the lines on the memory of a rank on this machine."""
-    device_type = memory.device_type
-    measured = "compared with one run on an H100" if device_type == "cuda" else "compared with measured peaks"
-    here = f"Memory of a rank on this machine ({device_type}, {dtype}; {measured}), MiB"
+    here = f"Memory of a rank on this machine ({memory.device_type}, {dtype}), MiB"
     lines = [f"{here}; times {ranks} for all ranks:", *term_lines(memory)]
     if memory.host:
         size, local_ranks = total(memory.host), int(os.environ.get("LOCAL_SIZE", ranks))
