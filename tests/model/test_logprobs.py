@@ -10,7 +10,6 @@ from grpo.model import tree_attention as attention
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import Head, token_logprobs
 from grpo.model.memory import LiveTensors
-from grpo.model.packing import Batcher
 from grpo.model.trial import make_batcher
 
 
@@ -106,19 +105,6 @@ def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpo
             assert_rounded(values, expected)
             for name, gradient in gradients.items():
                 assert_rounded(gradient, expected_gradients[name], GRADIENT, about=(path, block, name))
-
-
-def test_padding_and_neighbours_do_not_matter():
-    model = build(CONFIGS["qwen2"])
-    with torch.no_grad():
-        together, _ = token_logprobs(model, PADDED.make(SEQUENCES, "cpu"), 1.0)
-        other_pad, _ = token_logprobs(model, Batcher(63, 0).make(SEQUENCES, "cpu"), 1.0)
-        packed = make_batcher(model, 0)
-        shared, _ = token_logprobs(model, packed.make(SEQUENCES, "cpu"), 1.0)
-        alone = [token_logprobs(model, packed.make([one], "cpu"), 1.0)[0] for one in SEQUENCES]
-    assert torch.equal(together, other_pad)
-    assert_rounded(together, torch.cat(alone))
-    assert_rounded(shared, torch.cat(alone))
 
 
 def test_bfloat16_weights_still_give_float32_logits():

@@ -166,7 +166,6 @@ def test_what_a_card_loses_is_a_warning(caplog):
         with Cards():
             counting_on(model := build(CONFIGS["qwen2"]).to(device))
             assert make_batcher(model, 0).longest_packed == 0
-            assert model.config._attn_implementation == "sdpa"
         (record,) = [record for record in caplog.records if record.name == "grpo.model.trial"]
         assert "again: Qwen2ForCausalLM gives other log-probs in packed batches" in record.getMessage()
         assert record.levelname == level

@@ -100,15 +100,9 @@ def test_the_whole_file_must_be_covered_each_byte_once():
     "header, said",
     [
         (b"[" * 100_000, "not JSON"),
-        ([], "not a JSON object"),
-        ({"x": 1}, "needs dtype"),
         ({"x": {**entry(), "shape": 2}}, "needs dtype"),
         ({"x" * 10_000: entry(dtype="F64")}, "has dtype 'F64'"),
-        ({"x": entry(dtype=["F32"])}, "has dtype"),
         ({"x": entry(shape=(3,))}, "do not fit together"),
-        ({"x": entry(shape=(-2,))}, "do not fit together"),
-        ({"x": entry(shape=(True, 2))}, "do not fit together"),
-        ({"x": entry(shape=(1,) * 9)}, "do not fit together"),
         ({"x": entry(shape=(2**63, 0), offsets=(0, 0))}, "do not fit together"),
     ],
 )
