@@ -260,9 +260,8 @@ def try_estimator(name: str, num_generations: int) -> None:
     except ConfigError:
         raise
     except Exception as error:  # it may raise anything
-        raise ConfigError(
-            f"advantage_estimator={name!r}: it failed on the rewards of three groups ({error!r}): correct it"
-        ) from error
+        reason = f"it failed on the rewards of three groups ({error!r}): correct it"
+        raise ConfigError(f"advantage_estimator={name!r}: {reason}") from error
     made = f"of the rewards {rewards.tolist()} it made the advantages {advantages.tolist()}"
     remedy = "return finite numbers, also for a group whose rewards are equal"
     require(bool(advantages.isfinite().all()), "advantage_estimator", name, f"{made}: {remedy}")

@@ -107,9 +107,8 @@ def try_loss(settings: LossSection) -> None:
     except ConfigError:
         raise
     except Exception as error:  # it may raise anything
-        raise ConfigError(
-            f"loss_type={settings.loss_type!r}: it failed on three small sequences ({error!r}): correct it"
-        ) from error
+        reason = f"it failed on three small sequences ({error!r}): correct it"
+        raise ConfigError(f"loss_type={settings.loss_type!r}: {reason}") from error
 
 
 def _ratio(tokens: Tokens, old: torch.Tensor, level: str) -> torch.Tensor:

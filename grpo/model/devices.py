@@ -70,10 +70,9 @@ def take_device(local_rank: int) -> torch.device:
             "'nvidia-smi -L' lists, update NVIDIA's driver or install a torch for the CUDA that nvidia-smi names, or "
             "set DS_ACCELERATOR=cpu to use the CPU"
         )
-    remedy = f"start a rank for each, as 'deepspeed --num_gpus {cards}' does"
-    require(
-        local_rank < cards, "LOCAL_RANK", local_rank, f"torch sees {cards} cards ({_VISIBLE} is {visible}): {remedy}"
-    )
+    seen = f"torch sees {cards} cards ({_VISIBLE} is {visible})"
+    remedy = f"{seen}: start a rank for each, as 'deepspeed --num_gpus {cards}' does"
+    require(local_rank < cards, "LOCAL_RANK", local_rank, remedy)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

@@ -51,10 +51,8 @@ def load_reward_model(
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         settings = AutoConfig.from_pretrained(base_of(name) or name, **options)
         refuse_hub_kernels(field, name, settings, config.trust_remote_code)
-        dtype = resolve_dtype(config, device)
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, **options
-        )
+        options |= {"dtype": resolve_dtype(config, device), "output_loading_info": True}
+        model, loading = AutoModelForSequenceClassification.from_pretrained(name, **options)
     missing, outputs = min(loading["missing_keys"], default=None), model.config.num_labels
     remedy = "name a model that was trained to give a reward"
     require(missing is None, field, name, f"its weights lack {missing}, so its scores would be random: {remedy}")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 GROW = 1.5
 
@@ -78,9 +79,7 @@ class SharedCache:
             return False
         self.room = min(max(tokens, 64, int(self.room * GROW)), self._longest_completion)
         for layer, pair in self._own.items():
-            self._own[layer] = tuple(states.new_zeros(len(states), self.room, states.shape[2]) for states in pair)
-            for wider, states in zip(self._own[layer], pair, strict=True):
-                wider[:, : states.shape[1]] = states
+            self._own[layer] = tuple(pad(states, (0, 0, 0, self.room - states.shape[1])) for states in pair)
         return True
 
     def step(self, shape: Shape, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:

@@ -40,9 +40,8 @@ def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: flo
             mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
             out.append(_attend(*group, mask, scaling, softcap))
             continue
-        of_prompt, *of_completions = zip(
-            *(states.split([prompt, *completions], dim=2) for states in group), strict=True
-        )
+        of_segments = (states.split([prompt, *completions], dim=2) for states in group)
+        of_prompt, *of_completions = zip(*of_segments, strict=True)
         if blocks is None:
             out += _causal(*of_prompt, scaling, softcap)
         else:
@@ -127,9 +126,8 @@ def _dispatch(
     # A vision tower gets the arguments of its language model.
     if (tree is None and shared_cache is None) or not getattr(module, "is_causal", True):
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(
-            module, query, key, value, attention_mask, **options
-        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        return attend(module, query, key, value, attention_mask, **options)
     scale = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap")
     if tree is not None:
         if shared_cache is not None:
