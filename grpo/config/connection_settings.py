@@ -55,12 +55,8 @@ def read_url(field: str, url: str) -> str:
 class ServersSection(Section):
     HEADING = "waiting for servers"
 
-    ref_ca_file: str | None = option(
-        None, "PEM file of the authority behind an https server's certificate; unset is the public ones"
-    )
-    ref_startup_timeout: float = option(
-        300.0, "seconds to wait at the start for a server without an answer; six hours for one that loads", at_least=0
-    )
+    ref_ca_file: str | None = option(None, "PEM file of an https server's authority; unset is the public ones")
+    ref_startup_timeout: float = option(300.0, "seconds to wait for a server; six hours while it loads", at_least=0)
     ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again", above=0)
     ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run", above=0)
 
@@ -87,15 +83,9 @@ class ReferenceSection(Section):
     ref: Literal["server", "adapter_off"] = option(
         "server", "who computes reference log-probs: a server, or the trainer with its (new) adapter off", common=True
     )
-    ref_servers: list[str] | None = option(
-        None, "URLs of reference servers with the same model; unset is http://127.0.0.1:PORT", common=True
-    )
-    allow_other_reference: bool = option(
-        False, "accept a server with another model than the policy's first: the KL then does not begin at 0"
-    )
-    ref_update_steps: int = option(
-        0, "updates between new references, on servers with update_folder; 0 is never", at_least=0
-    )
+    ref_servers: list[str] | None = option(None, "URLs of equal reference servers; unset: this machine's", common=True)
+    allow_other_reference: bool = option(False, "take a server with another model than the policy's first")
+    ref_update_steps: int = option(0, "updates between references, sent to update_folder; 0 is never", at_least=0)
     ref_mixup_alpha: float = option(
         1.0, "share of the policy in it; 1 replaces it (TRL: 0.6)", needs="ref_update_steps above 0", above=0, at_most=1
     )

@@ -31,9 +31,7 @@ class LossSection(Section):
         "function as path/to/file.py:function",
         common=True,
     )
-    importance_sampling_level: Literal["token", "sequence"] = option(
-        "token", "the probability ratio of each token, or one of each sequence (GSPO)"
-    )
+    importance_sampling_level: Literal["token", "sequence"] = option("token", "ratio of each token, or sequence (GSPO)")
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
     epsilon_high: float | None = option(
         None, "it is clipped above at 1 + epsilon_high, cispo's at epsilon_high; unset is epsilon, or 5.0", at_least=0
@@ -51,36 +49,22 @@ class LossSection(Section):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "several rewards are added and then compared within the group, or the reverse (GDPO)"
     )
-    reward_tolerance: float = option(
-        0.0, "a group whose rewards differ by no more than this has no signal: its advantages are 0", at_least=0
-    )
+    reward_tolerance: float = option(0.0, "a group whose rewards differ by no more has advantages of 0", at_least=0)
     beta: float = option(0.04, "weight of the KL to the reference; 0 needs no server", at_least=0, common=True)
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
         "k3", "how single tokens estimate the KL; k3+ has the value of k3 and the gradient of k2", needs="beta above 0"
     )
-    kl_in_reward: bool = option(
-        False, "subtract beta times a completion's KL from its reward; the loss has no KL term", needs="beta above 0"
-    )
+    kl_in_reward: bool = option(False, "subtract beta x KL from a reward, in place of a KL term", needs="beta above 0")
     kl_target: float | None = option(None, "adapt beta to this KL, in nats a token", needs="beta above 0", above=0)
-    use_bias_correction_kl: bool = option(
-        False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)", needs="beta above 0"
-    )
+    use_bias_correction_kl: bool = option(False, "multiply the KL by the ratio (DeepSeek-V3.2)", needs="beta above 0")
     entropy_coef: float = option(0.0, "weight of a bonus for entropy; the first if adaptive", at_least=0)
-    use_adaptive_entropy: bool = option(
-        False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
-    )
+    use_adaptive_entropy: bool = option(False, "adapt entropy_coef, and use it where entropy is at most entropy_target")
     entropy_coef_min: float = option(0.0, "lower bound of entropy_coef", needs="use_adaptive_entropy", at_least=0)
     entropy_coef_max: float = option(1.0, "upper bound of entropy_coef", needs="use_adaptive_entropy", at_least=0)
-    entropy_coef_delta: float = option(
-        0.005, "change a step: up at entropy_target or less, else down", needs="use_adaptive_entropy", at_least=0
-    )
+    entropy_coef_delta: float = option(0.005, "change a step, up or down", needs="use_adaptive_entropy", at_least=0)
     entropy_target: float = option(0.2, "mean entropy to reach, in nats", needs="use_adaptive_entropy", at_least=0)
-    router_aux_loss_coef: float = option(
-        0.0, "weight of the loss that balances a mixture's experts (TRL's default is the model's own)", at_least=0
-    )
-    top_entropy_quantile: float = option(
-        1.0, "share of the step's tokens in the policy term, those of highest entropy; 1 is all", above=0, at_most=1
-    )
+    router_aux_loss_coef: float = option(0.0, "weight of the loss that balances a mixture's experts", at_least=0)
+    top_entropy_quantile: float = option(1.0, "share of the tokens in the policy term, by entropy", above=0, at_most=1)
     mask_truncated_completions: bool = option(False, "leave truncated completions out of the loss and its divisor")
     importance_sampling_mode: (
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None

@@ -34,9 +34,7 @@ class WorkerConfig(TurnsCodeSection):
     name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")
     weights_folder: str | None = option(None, "folder for two models, kept; unset is a temporary one", common=True)
     trust_remote_code: bool = option(False, "run Python code that comes with the model")
-    ref_ca_file: str | None = option(
-        None, "PEM file of the authority behind an https pool's certificate; unset is the public ones"
-    )
+    ref_ca_file: str | None = option(None, "PEM file of an https pool's authority; unset is the public ones")
     pool_deadline: float = option(900.0, "seconds without an answer of the pool after which the worker ends", above=0)
 
     def __post_init__(self) -> None:
@@ -81,9 +79,7 @@ class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
 class LaunchSection(Section):
     HEADING = "processes"
 
-    nproc_per_node: int | None = option(
-        None, "trainer processes; unset is one for each GPU that the server leaves, or one", common=True, above=0
-    )
+    nproc_per_node: int | None = option(None, "trainer processes; unset: one for each GPU left", common=True, above=0)
 
 
 @dataclass

@@ -19,9 +19,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
 class RecordSection(Section):
     HEADING = "evaluation and records"
 
-    eval_steps: int = option(
-        50, "updates between evaluations, beside those before and after training; 0 is never", at_least=0, common=True
-    )
+    eval_steps: int = option(50, "updates between evaluations, beside first and last; 0: none", at_least=0, common=True)
     eval_samples: int = option(256, "problems to ask, the first of the test split; 0 is all", at_least=0)
     metric_for_best_model: str | None = option(
         None,
@@ -31,15 +29,11 @@ class RecordSection(Section):
     )
     save_steps: int = option(100, "updates between checkpoints; 0 is never", at_least=0, common=True)
     save_total_limit: int = option(2, "newest checkpoints to keep, beside the best; 0 keeps all", at_least=0)
-    save_system_prompt: bool = option(
-        False, "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM"
-    )
+    save_system_prompt: bool = option(False, "save system_prompt in the chat template too, for programs such as vLLM")
     push_to_hub: bool = option(False, "push the final model to the hub, with the token of 'hf auth login' or HF_TOKEN")
     hub_model_id: str | None = option(None, "repository to push to; unset: the run's name", needs="push_to_hub")
     hub_private_repo: bool = option(False, "make it private; unset: the owner's settings", needs="push_to_hub")
-    resume_from_checkpoint: str | None = option(
-        None, "continue from this folder checkpoint-STEP, or from output_dir's newest (last)", common=True
-    )
+    resume_from_checkpoint: str | None = option(None, "folder checkpoint-STEP, or last, to continue from", common=True)
     output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME", common=True)
     report_to: list[str] = option(["tensorboard"], f"where metrics go too: {', '.join(TRACKERS)}")
     dry_run: bool = option(False, "check all, print a step's shape and memory, load no weights, and end", common=True)

@@ -64,15 +64,9 @@ ANSWERED = "tools or environment"
 class TurnsCodeSection(Section):
     """The user's code that answers the model. A pool's worker has its own values."""
 
-    tools: list[str] = option(
-        [], "functions that the model may call, with hints and docstring: path/to/file.py:function", may_be_empty=True
-    )
-    environment: str | None = option(
-        None, "class that answers the model, with reset and step or methods to call as tools: path/to/file.py:Class"
-    )
-    tool_timeout: float | None = option(
-        None, "seconds for a call, which then runs in a process (async tools do not)", needs=ANSWERED, above=0
-    )
+    tools: list[str] = option([], "functions that the model may call: path/to/file.py:function", may_be_empty=True)
+    environment: str | None = option(None, "class that answers the model: path/to/file.py:Class")
+    tool_timeout: float | None = option(None, "seconds for a call, which then is in a process", needs=ANSWERED, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,9 +106,7 @@ class DataSection(Section):
     dataset_answer_column: str = option(
         "answer", "column of the gold answer, the part after '####' if there is one; an empty text is none", common=True
     )
-    dataset_image_column: str | None = option(
-        None, "column of a prompt's pictures (one or a list); unset is image or images, an empty text is none"
-    )
+    dataset_image_column: str | None = option(None, "column of a prompt's pictures; unset: image or images; '': none")
     max_prompt_length: int = option(512, "prompts of more tokens are dropped at the start, and counted", above=0)
 
 
@@ -128,9 +120,7 @@ class AnswerSection(Section):
         "system message of every prompt that has none; an empty text adds none",
         common=True,
     )
-    chat_template_kwargs: dict | str | None = option(
-        None, "arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'"
-    )
+    chat_template_kwargs: dict | str | None = option(None, "arguments of the template: '{\"enable_thinking\": false}'")
     max_completion_length: int = option(512, "most tokens that a completion may have", above=0, common=True)
     temperature: float = option(1.0, "divides the logits; 0 is greedy, in the chat", at_least=0, common=True)
     seed: int = option(42, "decides the order of prompts and all samples", at_least=0, below=2**31, common=True)

@@ -33,17 +33,11 @@ class ServingSection(Section):
     update_folder: str | None = option(
         None, "folder for weights that trainers send; unset refuses them", needs="task logprobs", common=True
     )
-    max_queue_tokens: int = option(
-        4_000_000, "most tokens that may wait, of a request half of them; beyond it 503 with Retry-After", at_least=2
-    )
+    max_queue_tokens: int = option(4_000_000, "most tokens that may wait, of one request half; beyond: 503", at_least=2)
     body_timeout: float = option(120.0, "seconds a client may take to send a request's body", above=0)
     max_connections: int = option(1000, "most open connections; one more replaces an idle one, or gets 503", above=0)
-    drain_timeout: float = option(
-        60.0, "seconds after SIGTERM in which waiting requests are answered; then exit code 1", above=0
-    )
-    log_level: Literal["debug", "info", "warning"] = option(
-        "info", "debug logs each request, info a summary each minute, warning only trouble"
-    )
+    drain_timeout: float = option(60.0, "seconds to answer what waits after SIGTERM; then exit code 1", above=0)
+    log_level: Literal["debug", "info", "warning"] = option("info", "debug logs requests, info a summary each minute")
     estimate: bool = option(False, "print the memory that it needs, and end", needs="task logprobs", common=True)
 
     @property

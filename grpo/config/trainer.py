@@ -25,9 +25,7 @@ class PoolSection(Section):
     )
     pool: str | None = option(None, "URL of the pool: a server with --task rollouts", needs="sampler pool")
     max_policy_lag: int = option(0, "rounds that workers draw ahead of the trainer", needs="sampler pool", at_least=0)
-    in_flight_weight_updates: bool = option(
-        False, "workers take a new policy in the middle of completions", needs="max_policy_lag above 0"
-    )
+    in_flight_weight_updates: bool = option(False, "take new weights in mid-completion", needs="max_policy_lag above 0")
     pool_deadline: float = option(900.0, "seconds without a group that end the run", needs="sampler pool", above=0)
     replay: str | None = option(None, "pool_file of an earlier run, to train on its completions", needs="sampler pool")
 
@@ -68,9 +66,7 @@ class TrainingSection(Section):
         "constant_with_warmup", "course of the learning rate after its linear warm-up"
     )
     warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0", at_least=0)
-    optim: Literal["adamw_torch", "adamw_8bit"] = option(
-        "adamw_torch", "optimizer; adamw_8bit keeps moments in 8 bits (bitsandbytes), in a quarter of the memory"
-    )
+    optim: Literal["adamw_torch", "adamw_8bit"] = option("adamw_torch", "adamw_8bit (bitsandbytes) needs less memory")
     adam_beta1: float = option(0.9, "decay of AdamW's mean of the gradients", at_least=0, below=1)
     adam_beta2: float = option(0.99, "decay of AdamW's mean of the squared gradients", at_least=0, below=1)
     weight_decay: float = option(0.0, "AdamW's weight decay, of all weights but biases and those of norms", at_least=0)

@@ -14,7 +14,6 @@ from grpo.config.sampling_settings import AnsweringConfig
 from grpo.model.hub import can_ask_hub
 
 _FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-_SHOWN = 8  # files of a folder that an error names
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
 # What `datasets` says of a JSON and a Parquet file without a row.
 _WITHOUT_ROWS = "corresponds to no data", "BatchSize must be greater than 0"
@@ -114,7 +113,7 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
         found = sorted(str(file.relative_to(path.parent)) for file in [path, *path.rglob("*")] if file.is_file())
         raise ConfigError(
             f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}, called "
-            f"{split}.* or {split}-*.*; found {', '.join(found[:_SHOWN]) or 'none'}: rename or convert them, or set "
+            f"{split}.* or {split}-*.*; found {', '.join(found[:8]) or 'none'}: rename or convert them, or set "
             "dataset_train_split and dataset_test_split to what their names begin with, or eval_steps to 0"
         )
     return files

@@ -127,26 +127,21 @@ def _log_examples(split: str, examples: list[Example], column: PictureColumn | N
 def check_reward_columns(
     config: AnsweringConfig, examples: Sequence[Example], rewards: Mapping[str, Callable | str]
 ) -> None:
-    """Refuse a dataset whose columns a reward function cannot be given, or without gold answers if one of `rewards`
-    (load_reward_funcs) asks for them.
-
-    Raises ConfigError.
-    """
-    without = next((example for example in examples if "answer" not in example.columns), None)
-    for name, reward in rewards.items() if without is not None else ():
+    """Raise ConfigError if a reward function cannot be given the columns, or there are no gold answers, and one of
+    `rewards` (load_reward_funcs) asks for them."""
+    # Training and held-out data may differ: those of an example without an answer come first.
+    columns = min((example.columns for example in examples), key=lambda columns: "answer" in columns)
+    for name, reward in rewards.items():
         require(
-            not _asks_for_gold(reward),
+            "answer" in columns or not _asks_for_gold(reward),
             "reward_funcs",
             name,
-            f"it asks for gold answers, and {config.dataset_name} has the columns {', '.join(without.columns)}: name "
+            f"it asks for gold answers, and {config.dataset_name} has the columns {', '.join(columns)}: name "
             "the one that holds them as dataset_answer_column, or leave this function out",
         )
-    for name in examples[0].columns:
-        if name in GIVEN_TO_REWARDS:
-            raise ConfigError(
-                f"dataset_name={config.dataset_name!r}: its column {name!r} has a name under which reward functions "
-                "are given something else: rename the column"
-            )
+    taken = ", ".join(sorted(GIVEN_TO_REWARDS & examples[0].columns.keys()))
+    reason = f"reward functions are given something else as {taken}, the name of a column: rename it"
+    require(not taken, "dataset_name", config.dataset_name, reason)
 
 
 class PromptStream:

@@ -27,11 +27,9 @@ class Dialogue(Protocol):
     def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
         """Answer the segment `drawn`, which ends with an eos or was cut, and may be followed by `room` more tokens.
 
-        The future has the ids of the answer, fewer than `room`, or None if the completion is over, and `outcome` with
-        it. It raises RewardError if an environment of the user's fails.
-
-        Returns None if the segment alone says that the completion is over, such as one that calls no tool: a sampler
-        then need not wait. It must not depend on how fast anything is.
+        The future has the ids of the answer, fewer than `room`, or None if the completion is over, with its `outcome`.
+        It raises RewardError if an environment of the user's fails. Returns None, which no speed may decide, if the
+        segment alone says that the completion is over: a sampler then need not wait.
         """
 
     def close(self) -> None:
@@ -83,10 +81,7 @@ def make_rollout(
     drawn: list[bool] | None = None,
     outcome: Outcome | None = None,
 ) -> Rollout:
-    """Make the record of a whole completion. `drawn` and `outcome` are None in a run without turns.
-
-    Its text is that of the segments that were drawn, a line or more each; special tokens are left out.
-    """
+    """Make the record of a whole completion. `drawn` and `outcome` are None in a run without turns."""
     segments = [segment for is_drawn, segment in cut_segments(ids, drawn) if is_drawn]
     text = "\n".join(tokenizer.decode(segment, skip_special_tokens=True) for segment in segments)
     finished = ids[-1] in eos_token_ids if outcome is None else outcome.finished

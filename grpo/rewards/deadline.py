@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,25 +14,38 @@ from grpo.rewards.functions import (
     RewardError,
     await_call,
     call_function,
-    earn_fallback,
     invalid_reward,
     is_reward,
     load_function,
     make_error,
+    quote_completion,
     text_of,
 )
-from grpo.usercode.process import CallLost, ProcessPool
+from grpo.usercode.process import CallLost, ProcessPool, ended_within
+
+log = logging.getLogger(__name__)
 
 
-def call_each_alone(compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
+def call_each_alone(
+    label: str, fallback: float, compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]
+) -> Callable:
     """Return an async function for `await_call` that calls this one on all completions at once, as batches of one.
 
-    The calls' logs are logged for the whole batch: a column is null for calls without it.
+    A lost call earns `fallback`. The calls' logs are logged for the whole batch: a column is null for calls without it.
     """
+
+    async def compute_or_fall_back(batch: RewardBatch, logged: Logged) -> float | None:
+        try:
+            return await compute_reward(batch, logged)
+        except CallLost as lost:
+            # An error: ranks other than the first show no warnings.
+            shown = quote_completion(text_of(batch.completions[0]), 80)
+            log.error("reward function %r %s on %s: that earns %g", label, lost, shown, fallback)
+            return fallback
 
     async def rewards(batch: RewardBatch, logged: Logged) -> list[float | None]:
         logs = [Logged() for _ in batch.completions]
-        calls = [asyncio.ensure_future(compute_reward(batch.select(i), alone)) for i, alone in enumerate(logs)]
+        calls = [asyncio.ensure_future(compute_or_fall_back(batch.select(i), alone)) for i, alone in enumerate(logs)]
         try:
             values = await asyncio.gather(*calls)
         finally:
@@ -55,19 +69,13 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
     """
 
     async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
-        (completion,) = map(text_of, batch.completions)
-        begun = asyncio.ensure_future(await_call(function, batch, logged))
-        # Not wait_for: a TimeoutError that the function raises is an error like any other.
-        done, _ = await asyncio.wait([begun], timeout=seconds)
-        if not done:
-            begun.cancel()
-            return earn_fallback(label, f"gave no answer within {seconds:g} s", completion, fallback)
+        call = await ended_within(seconds, await_call(function, batch, logged))
         try:
-            return begun.result()[0]
+            return call.result()[0]
         except BaseException as error:  # the user's code may raise anything
-            raise make_error(label, error, completion) from error
+            raise make_error(label, error, text_of(batch.completions[0])) from error
 
-    return call_each_alone(compute_reward)
+    return call_each_alone(label, fallback, compute_reward)
 
 
 class RewardService:
@@ -110,17 +118,10 @@ class RewardPool(ProcessPool):
         index, label = self._names.index(name), name.rpartition(":")[2]
 
         async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
-            return await self.run(self._call_function, index, label, batch, logged)
+            reply = await self.run(self.call, index, batch)
+            if "error" in reply:
+                raise RewardError(reply["error"], reply["traceback"])
+            logged.extra, logged.metrics = reply["extra"], reply["metrics"]
+            return reply["reward"]
 
-        return call_each_alone(compute_reward)
-
-    def _call_function(self, index: int, label: str, batch: RewardBatch, logged: Logged) -> float | None:
-        (completion,) = map(text_of, batch.completions)
-        try:
-            reply = self.call(index, batch)
-        except CallLost as lost:
-            return earn_fallback(label, str(lost), completion, self._fallback)
-        if "error" in reply:
-            raise RewardError(reply["error"], reply["traceback"])
-        logged.extra, logged.metrics = reply["extra"], reply["metrics"]
-        return reply["reward"]
+        return call_each_alone(label, self._fallback, compute_reward)

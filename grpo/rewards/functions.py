@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import json
-import logging
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +20,6 @@ from grpo.config.user_code import Key
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message
-
-log = logging.getLogger(__name__)
 
 LARGEST_REWARD = 1e100  # float64 holds its square, which std needs
 _OURS = Path(__file__).parents[1]
@@ -213,13 +210,6 @@ def invalid_reward(name: str, reward: object, completion: str) -> RewardError:
 
 def quote_completion(completion: str, characters: int = 500) -> str:
     return f"the completion {completion[:characters]!r}" + ("..." if len(completion) > characters else "")
-
-
-def earn_fallback(label: str, how: str, completion: str, fallback: float) -> float:
-    """Return the reward of a call without an answer, and log it: as an error, as only the first rank shows warnings."""
-    shown = quote_completion(completion, 80)
-    log.error("reward function %r %s on %s: that earns %g", label, how, shown, fallback)
-    return fallback
 
 
 def text_of(completion: str | list[Message]) -> str:

@@ -53,22 +53,21 @@ class UserResponder:
         self.tools: list[dict[str, Any]] | None = schemas or None
         """the schemas, for the chat template, or None"""
         self.environment = environment
-        self.rewards: dict[str, type] = {}
+        gives_reward = environment is not None and environment.gives_reward
+        self.rewards: dict[str, type] = {environment.label: environment.type} if gives_reward else {}
         """the environment's class by the name of its reward, if it gives one"""
-        if environment is not None and environment.gives_reward:
-            self.rewards[environment.label] = environment.type
-        is_game = environment is not None and environment.is_game
+        self.is_game = environment is not None and environment.is_game
         self.config, self.loaded = config, loaded
-        self.template = AnswerTemplate(tokenizer, eos_token_ids, schemas, config.chat_template_kwargs, is_game)
+        self.template = AnswerTemplate(tokenizer, eos_token_ids, schemas, config.chat_template_kwargs, self.is_game)
         self.reader = TurnReader(tokenizer, eos_token_ids, schemas, config.tool_call_parser)
         self.failures = Failures()
-        functions = {name: tool.function for name, tool in loaded.items()}
-        arguments = config.tools, config.environment, config.max_tool_response_length
+        functions, longest = {name: tool.function for name, tool in loaded.items()}, config.max_tool_response_length
         processes = None
         if config.tool_timeout is not None:
-            names = [*config.tools, *([config.environment] if config.environment else [])]
-            processes = ProcessPool((TurnsService, arguments, names), config.tool_timeout, count_processes())
-        self.runner = Runner(lambda: Session(functions, environment, config.max_tool_response_length), processes)
+            names = [*config.tools, *filter(None, [config.environment])]
+            service = TurnsService, (config.tools, config.environment, longest), names
+            processes = ProcessPool(service, config.tool_timeout, count_processes())
+        self.runner = Runner(lambda: Session(functions, environment, longest), processes)
         self._end_id = eos_token_ids[0]
         self._live = self._ended = 0
         self._lock = threading.Lock()
@@ -90,7 +89,7 @@ class UserResponder:
             dialogue.close()
 
     def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> UserDialogue:
-        """Begin a completion of this example, with this name. The caller closes it."""
+        """See Responder."""
         with self._lock:
             self._live += 1
         return UserDialogue(self, example, ("greedy", example.index) if name is None else name)
@@ -112,11 +111,12 @@ class UserResponder:
             PRINTS.end_batch()
 
     async def _observe(self, columns: dict[str, Any]) -> str:
-        instance, name = self.make_instance(("observe",)), self.environment.name
+        instance = self.make_instance(("observe",))
         with PRINTS.limited():
             try:
                 return await instance.reset(columns)
             except CallLost as lost:
+                name = self.environment.name
                 raise RewardError(f"environment={name!r}: reset {lost}, as the data was read") from None
             finally:
                 await instance.close()
@@ -189,7 +189,7 @@ class UserDialogue:
         try:
             if turn.calls:
                 answers, is_over = await self._run_calls(turn), False
-            elif self._responder.environment is not None and self._responder.environment.is_game:
+            elif self._responder.is_game:
                 answers, is_over = await self._take_step(turn)
             else:
                 answers, is_over = None, True
@@ -224,13 +224,12 @@ class UserDialogue:
     async def _run_call(self, call: Call) -> Reply:
         """Return the reply to a call. Raises CallLost if the environment is lost."""
         tools, failures = self._responder.loaded, self._responder.failures
-        tool = tools.get(call.name)
-        if call.error:
-            return _fail(call.error)
-        if tool is None:
-            return _fail(f"there is no tool {call.name!r:.200}: there are {', '.join(tools)}")
-        if misfit := tool.find_misfit(call.arguments):
-            return _fail(misfit)
+        if not (error := call.error):
+            missing = f"there is no tool {call.name!r:.200}: there are {', '.join(tools)}"
+            error = tools[call.name].find_misfit(call.arguments) if call.name in tools else missing
+        if error:
+            return _fail(error)
+        tool = tools[call.name]
         try:
             if tool.is_method:
                 reply = await self._instance.perform("method", call.name, call.arguments)

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _BETWEEN_CALLS = re.compile(r"[; \n]*")  # in llama3_json
 _NOT_JSON = ValueError, RecursionError  # json's errors, the second for too many levels
-_UNKNOWN = "unknown"  # the name of a call that has none, as in TRL
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,12 @@ class Turn:
 
     def to_message(self) -> dict[str, Any]:
         """Return it as a chat template takes it. A malformed call is a part of its content."""
-        calls = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.calls
-            if not call.error
-        ]
+        read = [{"name": call.name, "arguments": call.arguments} for call in self.calls if not call.error]
         return {
             "role": "assistant",
             "content": self.content,
             **({"reasoning_content": self.reasoning} if self.reasoning else {}),
-            **({"tool_calls": calls} if calls else {}),
+            **({"tool_calls": [{"type": "function", "function": function} for function in read]} if read else {}),
         }
 
 
@@ -82,7 +77,7 @@ class TurnReader:
 
     def is_whole(self, ids: Sequence[int]) -> bool:
         """Tell whether the policy ended the turn itself."""
-        return len(ids) > 0 and ids[-1] in self._eos
+        return bool(ids) and ids[-1] in self._eos
 
     def read_text(self, ids: Sequence[int]) -> Turn:
         return Turn(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -110,10 +105,8 @@ class TurnReader:
         except (*_NOT_JSON, KeyError, TypeError) as error:
             reason = str(error).splitlines()[0]
             return Turn(self.read_text(ids).content, [_failed(f"the call cannot be read: {reason}")])
-        calls = [
-            _make_call(call.get("function", call) if isinstance(call, dict) else call)
-            for call in parsed.get("tool_calls") or []
-        ]
+        called = parsed.get("tool_calls") or []
+        calls = [_make_call(call.get("function", call) if isinstance(call, dict) else call) for call in called]
         content, reasoning = parsed.get("content") or "", parsed.get("reasoning_content") or ""
         return Turn(self._remove_special(content), calls, self._remove_special(reasoning))
 
@@ -219,5 +212,5 @@ def _make_call(value: Any) -> Call:
     return Call(value["name"], arguments)
 
 
-def _failed(error: str, name: str = _UNKNOWN) -> Call:
+def _failed(error: str, name: str = "unknown") -> Call:  # as in TRL
     return Call(name, {}, error)

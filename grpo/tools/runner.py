@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from grpo.config.errors import RewardError
@@ -21,7 +21,7 @@ from grpo.config.user_code import Key, async_user_code, user_code
 from grpo.data.records import Example
 from grpo.tools.schema import Tool
 from grpo.tools.session import EnvironmentClass, Reply, Session
-from grpo.usercode.process import CallLost, ProcessPool, UserProcess
+from grpo.usercode.process import CallLost, ProcessPool, UserProcess, ended_within
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ _FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends it
 
 
 class Failures:
-    """Failures of the user's code that do not end the run: logs the first of each kind, then counts."""
+    """Logs the first failure of each kind that does not end the run, then counts."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def note(self, kind: str, traceback: str = "") -> None:
-        """Count a failure of this kind; `traceback` is the user's part of the stack, with line ends."""
+        """`traceback` is the user's part of the stack, with line ends."""
         self._counts[kind] += 1
         # Errors: ranks other than the first show no warnings.
         if (count := self._counts[kind]) == 1:
@@ -49,18 +49,13 @@ class Failures:
 class SlowCalls:
     """Logs slow calls in this process, from a thread: a call may block the event loop."""
 
-    def __init__(self, timeout: float | None):
-        """`timeout` is `tool_timeout`, which ends no code that blocks the event loop."""
-        self._remedy = "nothing ends them: set tool_timeout"
-        if timeout is not None:
-            self._remedy = f"tool_timeout={timeout:g} ends no async tool that blocks the event loop: await, or use def"
+    def __init__(self) -> None:
         self._running: dict[object, tuple[str, float]] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="slow calls", daemon=True).start()
 
     @contextmanager
     def noted(self, task: str, *arguments: Any) -> Iterator[None]:
-        """Count a task of grpo/tools/session.py as running inside."""
         key = object()
         self._running[key] = (arguments[0] if task in ("tool", "method") else task), time.monotonic()
         try:
@@ -77,14 +72,16 @@ class SlowCalls:
             times = [(name, now - began) for name, began in [*self._running.values()]]
             slow = [f"{name} (for {seconds:.0f} s)" for name, seconds in times if seconds >= PATIENCE]
             if slow:
-                more = f", and {len(slow) - 3} more" if len(slow) > 3 else ""
                 # An error: ranks other than the first show no warnings.
-                log.error("these have not answered yet: %s%s; %s", ", ".join(slow[:3]), more, self._remedy)
+                log.error(
+                    "these have not answered yet: %s (%d in all): set tool_timeout, which ends all but an async tool "
+                    "that does not await",
+                    *(", ".join(slow[:3]), len(slow)),
+                )
 
 
 class LocalPlace:
-    """Runs tasks of grpo/tools/session.py in this process: sync code in a thread, async code on the event loop, without
-    deadlines."""
+    """Runs tasks of grpo/tools/session.py in this process: sync code in a thread, async code on the event loop."""
 
     def __init__(self, session: Session, thread: UserThread, slow_calls: SlowCalls):
         self._session, self._thread, self._slow_calls = session, thread, slow_calls
@@ -98,7 +95,7 @@ class LocalPlace:
             return await self._session.finish(task, started)
 
     def release(self) -> None:
-        """Do nothing: the session ends with the completion."""
+        """Do nothing: it is the completion's own."""
 
     def _start(self, key: Key, *task: Any) -> Reply | Awaitable:
         with self._slow_calls.noted(*task), user_code(*key):
@@ -173,11 +170,9 @@ class Instance:
         if not self._environment.gives_reward:
             return {}
         reward: float | None = self._steps_reward
-        try:
-            if self._environment.has_get_reward and not self.is_lost:
+        if self._environment.has_get_reward and not self.is_lost:
+            with suppress(CallLost):
                 reward = (await self.perform("get_reward"))["reward"]
-        except CallLost:
-            pass
         if self.is_lost:
             reward = _FALLBACK
         return {} if reward is None else {self._environment.label: reward}
@@ -198,7 +193,6 @@ class Instance:
             place.release()
 
     async def perform(self, task: str, *arguments: Any) -> Reply:
-        """Do a task of grpo/tools/session.py."""
         self._calls += 1
         try:
             reply = await self._place.perform((*self._key, self._calls), task, *arguments)
@@ -211,19 +205,6 @@ class Instance:
         if "raised" in reply:
             raise RewardError(f"{self._prefix}{reply['raised']}", reply["traceback"])
         return reply
-
-
-async def _perform_async(session: Session, seconds: float | None, task: str, *arguments: Any) -> Reply:
-    """Do a task of async code. Raises CallLost after `seconds`."""
-    started: Reply | Awaitable = session.start(task, *arguments)
-    if isinstance(started, dict):
-        return started
-    call = asyncio.ensure_future(session.finish(task, started))
-    done, _ = await asyncio.wait([call], timeout=seconds)
-    if not done:
-        call.cancel()
-        raise CallLost(f"gave no answer within {seconds:g} s")
-    return call.result()
 
 
 class UserThread:
@@ -261,14 +242,17 @@ class Runner:
         self._processes = processes
         self._timeout = None if processes is None else processes.timeout
         self._thread = UserThread()
-        self._slow_calls = SlowCalls(self._timeout)
+        self._slow_calls = SlowCalls()
 
     async def call_tool(self, key: Key, tool: Tool, arguments: dict[str, Any]) -> Reply:
         """Call a tool; `key` seeds its random numbers. Raises CallLost."""
         task = "tool", tool.name, arguments
         if tool.is_async:
             with self._slow_calls.noted(*task), async_user_code(*key):
-                return await _perform_async(self._tools, self._timeout, *task)
+                started = self._tools.start(*task)
+                if isinstance(started, dict):
+                    return started
+                return (await ended_within(self._timeout, self._tools.finish("tool", started))).result()
         if self._processes is None:
             return await LocalPlace(self._tools, self._thread, self._slow_calls).perform(key, *task)
         return await self._processes.run(self._processes.call, key, *task)

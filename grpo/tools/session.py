@@ -44,9 +44,7 @@ class EnvironmentClass:
         loaded = load_function("environment", name, "class")
         # A class method is a method of the class already.
         members = inspect.getmembers(loaded) if inspect.isclass(loaded) else []
-        methods = {
-            method: member for method, member in members if inspect.isfunction(member) or inspect.ismethod(member)
-        }
+        methods = {method for method, member in members if inspect.isfunction(member) or inspect.ismethod(member)}
         if "reset" not in methods:
             raise ConfigError(f"environment={name!r}: it is no class with a method reset: write one")
         public = {method for method in methods if not method.startswith("_")} - _OURS

@@ -165,6 +165,17 @@ class UserProcess:
         return f"lost its process ({reason})"
 
 
+async def ended_within(seconds: float | None, call: Coroutine) -> asyncio.Task:
+    """Return the call as a task that has ended. Raises CallLost after `seconds`."""
+    task = asyncio.ensure_future(call)
+    # Not wait_for: a TimeoutError that the user's code raises is an error like any other.
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    if not done:
+        task.cancel()
+        raise CallLost(f"gave no answer within {seconds:g} s")
+    return task
+
+
 _first = threading.Lock()
 
 

@@ -200,7 +200,7 @@ def test_a_column_that_would_hide_what_reward_functions_are_given_is_refused(tmp
     path = write(tmp_path / "rows.jsonl", [{**row, name: "x"} for row in ROWS])
     lengths = "--max_prompt_length", "96", "--max_completion_length", "24"
     asked = config(path, "--model_name_or_path", str(model_folder), "--beta", "0", "--eval_steps", "0", *lengths)
-    with pytest.raises(ConfigError, match=f"dataset_name='.*rows.jsonl': its column '{name}' has a name under which"):
+    with pytest.raises(ConfigError, match=f"dataset_name='.*rows.jsonl': .* something else as {name}, the"):
         dry_run(asked)
 
 

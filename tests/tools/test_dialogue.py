@@ -422,23 +422,15 @@ def test_prints_are_shown_again_where_completions_overlap_without_a_pause(open_t
 
 
 @pytest.mark.parametrize(
-    ("tool", "settings", "said"),
-    [
-        ("sleep", {}, "nothing ends them: set tool_timeout"),
-        ("pause", {}, "nothing ends them: set tool_timeout"),
-        ("block", {"tool_timeout": 0.1}, "tool_timeout=0.1 ends no async tool that blocks the event"),
-    ],
+    ("kind", "wait", "timeout"),
+    [("", "time.sleep", None), ("async ", "await asyncio.sleep", None), ("async ", "time.sleep", 0.1)],
 )
-def test_a_call_that_does_not_end_is_named(open_talks, caplog, monkeypatch, tool, settings, said):
+def test_a_call_that_does_not_end_is_named(open_talks, caplog, monkeypatch, kind, wait, timeout):
     monkeypatch.setattr("grpo.tools.runner.PATIENCE", 0.2)
-    codes = {"sleep": ("", "time.sleep"), "pause": ("async ", "await asyncio.sleep"), "block": ("async ", "time.sleep")}
-    kind, wait = codes[tool]
-    code = f'import asyncio, time\n{kind}def {tool}():\n    """Wait."""\n    {wait}(0.7)\n'
-    talks = open_talks(code, tools=[tool], **settings)
-    talk = talks.begin()
-    talk.say(call(tool))
+    code = f'import asyncio, time\n{kind}def slow():\n    """Wait."""\n    {wait}(0.7)\n'
+    open_talks(code, tools=["slow"], tool_timeout=timeout).begin().say(call("slow"))
     lines = [record.getMessage() for record in caplog.records]
-    assert 1 <= len(lines) < 20 and re.search(rf"{tool} \(for \d s\); {said}", lines[0])
+    assert 1 <= len(lines) < 20 and re.search(r"yet: slow \(for \d s\) .*: set tool_timeout", lines[0])
 
 
 def test_nothing_answers_where_nothing_is_set():
