@@ -68,16 +68,13 @@ def talk(config: ChatConfig, interactive: bool) -> None:
             picture = f"{IMAGE} PATH adds a picture, " if processor is not None else ""
             end = "Ctrl-C stops an answer, Ctrl-D ends"
             print(f"{config.model_name_or_path}: {picture}{NEW} begins a new conversation, {end}")
-        answer_lines(config, interactive, conversation, answerer, longest)
+        answer_lines(config, interactive, conversation, answerer)
     finally:
         if turns is not None:
             turns.close()  # Python would wait for a call that hangs
 
 
-def answer_lines(
-    config: ChatConfig, interactive: bool, conversation: Conversation, answerer: Answerer, longest: int
-) -> None:
-    """Answer the lines of stdin. `longest`: tokens that a conversation may have."""
+def answer_lines(config: ChatConfig, interactive: bool, conversation: Conversation, answerer: Answerer) -> None:
     from grpo.data.conversation import NEW, NotAsked
     from grpo.model.devices import refuse_shortage
 
@@ -90,17 +87,13 @@ def answer_lines(
                 conversation.add_picture(question.removeprefix(IMAGE).strip().strip("'\""))
                 continue
             example = conversation.ask(question)
-        except NotAsked as error:
-            if not interactive:
-                raise ConfigError(str(error)) from error
-            print(f"({error})")
-            continue
-        except RewardError as error:
+        except (NotAsked, RewardError) as error:
             if not interactive:
                 raise
-            print(f"({error}: give the environment a row, as a JSON object)")
+            remedy = ": give the environment a row, as a JSON object" if isinstance(error, RewardError) else ""
+            print(f"({error}{remedy})")
             continue
-        limit = min(config.max_completion_length, longest - len(example.prompt_ids))
+        limit = min(config.max_completion_length, conversation.longest - len(example.prompt_ids))
         shortage = refuse_shortage("max_completion_length", config.max_completion_length, "use a smaller one")
         with shortage, stopped_by_ctrl_c(interactive) as stopped:
             # Another seed for each question, or the same question would get the same answer.

@@ -153,7 +153,9 @@ class Programs:
         if self._server is None:
             return 0
         if (code := self._server.poll()) is None:
-            self._server_was_ready = self._server_was_ready or self._is_server_ready()
+            if not self._server_was_ready:
+                with suppress(requests.RequestException):
+                    self._server_was_ready = requests.get(f"{self._server_url}/health", timeout=5).status_code == 200
             return 0
         # With 2 it has refused a setting; that "ready" was of another server, on the same port.
         if self._server_was_ready and code != 2:
@@ -163,11 +165,6 @@ class Programs:
         say_once(f"{self._server_url}: the reference server ended before it was ready; its own message says why")
         self._pass_on(signal.SIGTERM)
         return code if code > 0 else 1
-
-    def _is_server_ready(self) -> bool:
-        with suppress(requests.RequestException):
-            return requests.get(f"{self._server_url}/health", timeout=5).status_code == 200
-        return False
 
     def end(self) -> None:
         """Kill the ranks that are left, and let the server end."""

@@ -1,7 +1,6 @@
-"""Reads settings: defaults, overridden by `--config FILE.yaml`, overridden by options.
+"""Reads settings: defaults, overridden by those saved with a model, by `--config FILE.yaml`, and by options.
 
-The defaults of a saved model are the settings saved with it (grpo/model/answering.py). One flat YAML file serves all
-programs: each reads its own fields, and passes over the others'. A key that no program knows is refused.
+One flat YAML file serves all programs: each reads its own fields, and passes over the others'.
 """
 
 from __future__ import annotations
@@ -184,9 +183,7 @@ class _Parser(ArgumentParser):
                 self._shown += shown
                 _add_option(group, field, hints[field.name], short.get(field.name), shown)
         if hidden := len(fields(config_class)) - self._shown:
-            self.epilog = (
-                f"{hidden} more: '--help all' shows all settings, '--help TOPIC' those of a topic: {self._topics}"
-            )
+            self.epilog = f"{hidden} more: '--help all' shows all, '--help TOPIC' those of a topic: {self._topics}"
 
     def end_with_help(self, topic: str) -> NoReturn:
         parser = _Parser(self._config_class, self.description if topic in (COMMON, ALL) else "", topic)

@@ -51,10 +51,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def say_once(message: str, details: str = "") -> None:
-    """Print an error once on each machine, below `details`: its first rank ends, which ends the others.
-
-    A rank that still runs after five seconds is alone with its error, and prints it too.
-    """
+    """Print an error below `details`, once on each machine: its first rank's end ends the others within 5 s, or a rank
+    is alone with its error, and prints it too."""
     line = f"{program_name()}: error: "
     if not first_here():
         time.sleep(5)

@@ -39,12 +39,10 @@ class LossSection(Section):
     delta: float | None = option(None, "bound above 1 + epsilon_high where the advantage is negative (dual clip)")
     advantage_estimator: str = option(
         "grpo",
-        f"how rewards become advantages: {', '.join(ADVANTAGE_ESTIMATORS)}, or your function as "
-        "path/to/file.py:function; docs/recipes.md says what each does",
+        f"{', '.join(ADVANTAGE_ESTIMATORS)} (docs/recipes.md), or your function as path/to/file.py:function",
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
-        "group",
-        "advantages are divided by the std of their group, of the batch, or not: with grpo, and passk (not batch)",
+        "group", "divide advantages by the std of their group, of the batch (grpo alone), or not (grpo and passk)"
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "several rewards are added and then compared within the group, or the reverse (GDPO)"
@@ -70,9 +68,8 @@ class LossSection(Section):
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = option(
         None,
-        "weigh the loss by the ratio of policy and sampler, of tokens or sequences; a ratio beyond the bounds is "
-        "truncated or masked (TRL: vllm_importance_sampling_mode). Unset is token_truncate with sampler pool, else "
-        "none, or the value of the run to continue",
+        "weigh the loss by the ratio of policy and sampler, truncated or masked beyond the bounds. Unset is "
+        "token_truncate with sampler pool, else none, or the value of the run to continue",
     )
     importance_sampling_clip_max: float | None = option(
         3.0, "upper bound of the ratio of policy and sampler", needs="importance_sampling_mode", above=0

@@ -26,9 +26,7 @@ class WorkerConfig(TurnsCodeSection):
     pool: str | None = option(None, "URL of the pool to draw for: a server with --task rollouts", common=True)
     token_file: str | None = option(None, f"file with the token; unset is the variable {TOKEN_VARIABLE}", common=True)
     engine: Literal["transformers", "vllm"] = option(
-        "transformers",
-        "what draws: the trainer's sampler, a group at a time, or vLLM's server, which the worker starts",
-        common=True,
+        "transformers", "what draws: the trainer's sampler, or vLLM's server, which the worker starts", common=True
     )
     vllm_args: str | None = option(None, "more arguments of its server, one text", needs="engine vllm", common=True)
     name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")

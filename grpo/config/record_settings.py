@@ -23,8 +23,8 @@ class RecordSection(Section):
     eval_samples: int = option(256, "problems to ask, the first of the test split; 0 is all", at_least=0)
     metric_for_best_model: str | None = option(
         None,
-        "metric by which the best checkpoint is kept, the higher the better: accuracy, reward, rewards/NAME/mean and "
-        "others; unset is accuracy where a reward function is a verdict, else reward",
+        "metric of the best checkpoint, the higher the better: accuracy, reward, rewards/NAME/mean and others; unset "
+        "is accuracy, or reward without a verdict",
         needs="eval_steps above 0",
     )
     save_steps: int = option(100, "updates between checkpoints; 0 is never", at_least=0, common=True)

@@ -26,8 +26,7 @@ class SharedConfig(Section):
     min_pixels: int | None = option(None, "pictures of fewer pixels are enlarged; unset is the model's own", above=0)
     max_pixels: int | None = option(None, "pictures of more pixels are reduced; unset is the model's own", above=0)
     quantization: Literal["none", "8bit", "4bit"] = option(
-        "none",
-        "keep all linear layers but the head in 8 or 4 bits (bitsandbytes); the trainer takes 4bit, under an adapter",
+        "none", "keep linear layers but the head in 8 or 4 bits (bitsandbytes); the trainer takes 4bit, with LoRA"
     )
 
     def __post_init__(self) -> None:

@@ -72,9 +72,7 @@ class TrainingSection(Section):
     weight_decay: float = option(0.0, "AdamW's weight decay, of all weights but biases and those of norms", at_least=0)
     max_grad_norm: float = option(1.0, "larger gradients are scaled down to this norm; 0: no clipping", at_least=0)
     gradient_checkpointing: bool = option(
-        True,
-        "recompute activations in the backward pass: less memory, more time",
-        off="keep activations for the backward pass: more memory, less time",
+        True, "recompute activations: less memory, more time", off="keep activations: more memory, less time"
     )
     deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's own settings; the trainer fills in auto")
 

@@ -35,8 +35,7 @@ def user_code(*key: int | str) -> Iterator[None]:
 
 
 def async_user_code(*key: int | str) -> AbstractContextManager[None]:
-    """Await code of the user's inside. `key` seeds its random numbers if no other code of the user's runs, until it
-    first waits. When the last such code has ended, random states and torch's modes are restored."""
+    """Await code of the user's inside, as `user_code`; `key` seeds it only if no other runs, until it first waits."""
     return _seeded(key, always=False)
 
 

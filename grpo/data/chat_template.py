@@ -37,10 +37,10 @@ def chat_messages(prompt: str | list[PartMessage], system_prompt: str) -> list[P
 
 
 def place_pictures(messages: Sequence[PartMessage], pictures: int | None) -> list[PartMessage]:
-    """Return a chat with all content in parts, `pictures` of which are pictures.
+    """Return a chat with all content in parts, `pictures` of which are pictures; None: without, and `<image>` is text.
 
     They take the places of the messages' picture parts and of `<image>` in a user's text; else they stand before the
-    user's first text. None is 0 for data without pictures, in which `<image>` is text. Raises PictureCountError.
+    user's first text. Raises PictureCountError.
     """
     placed = [message | {"content": _parts_of(message, pictures is not None)} for message in messages]
     count = sum(part["type"] == "image" for message in placed for part in message["content"])
@@ -74,11 +74,10 @@ def render_prompt(
     """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template.
 
     A last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
-    The template can read `template_kwargs` and `tools`, JSON schemas. `place` names the prompt in an error. The model's
-    placeholder stands for each of `pictures`, which are placed as `place_pictures` does.
+    `place` names the prompt in an error. The model's placeholder stands for each of `pictures`, which are placed as
+    `place_pictures` does; a prompt without pictures is rendered in parts only if the template takes no text.
 
-    A prompt without pictures is rendered as text, as for a model without pictures; in parts only if the template takes
-    no text. Raises ConfigError if the template does not take the prompt, PictureCountError.
+    Raises ConfigError if the template does not take the prompt, PictureCountError.
     """
     messages = chat_messages(prompt, system_prompt)
     in_parts = place_pictures(messages, pictures)
@@ -103,10 +102,8 @@ def render_prompt(
         except Exception as error:  # a template is a program that comes with the model: it may raise anything
             reasons.append(f"refuses {place} ({type(error).__name__}: {error})")
     reason = " ".join(reasons[0].split())[:300]
-    raise ConfigError(
-        f"model_name_or_path={tokenizer.name_or_path!r}: its chat template {reason}: change the messages, set "
-        "system_prompt to '' if it knows no system message, or use another model"
-    )
+    remedy = "change the messages, set system_prompt to '' if it knows no system message, or use another model"
+    raise ConfigError(f"model_name_or_path={tokenizer.name_or_path!r}: its chat template {reason}: {remedy}")
 
 
 def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:
@@ -126,18 +123,15 @@ def tokenize_prompt(
 ) -> list[int] | PicturedPrompt:
     """Return the ids of the text that `render_prompt` returned; with pictures, which the model's processor expands.
 
-    Raises PictureCountError if the model's own placeholder is in the prompt for other reasons, PictureError if a
-    picture cannot be opened, or its processor refuses it.
+    Raises PictureCountError if the text itself has the model's placeholder, PictureError for an unusable picture.
     """
     # A chat template has written every special token already.
     add_special_tokens = tokenizer.chat_template is None
     if processor is not None:
-        if (count := prompt.count(processor.placeholder)) != len(pictures):
-            raise PictureCountError(
-                f"places for pictures ({processor.placeholder}): {count}, pictures: {len(pictures)}"
-            )
+        if (count := prompt.count(mark := processor.placeholder)) != len(pictures):
+            raise PictureCountError(f"places for pictures ({mark}): {count}, pictures: {len(pictures)}")
         piece = tokenizer.convert_ids_to_tokens(processor.token_id)
-        if piece != processor.placeholder and piece in prompt:
+        if piece != mark and piece in prompt:
             raise PictureCountError(f"places for pieces of pictures are in the text itself: {piece}")
     if pictures:
         return processor.encode(prompt, pictures, add_special_tokens)
@@ -145,17 +139,13 @@ def tokenize_prompt(
 
 
 def with_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with a chat template that puts the system prompt before a chat without a system message.
-
-    `render_prompt` gives every chat its system message, if it has one, so that this one is not put in twice.
-    """
+    """Return the tokenizer with a chat template that puts the system prompt before a chat without a system message."""
     text = json.dumps(system_prompt, ensure_ascii=False)  # Jinja reads JSON's escapes
     add = f"{{% set messages = [{{'role': 'system', 'content': {text}}}] + messages %}}"
     copied = copy.copy(tokenizer)
     # transformers leaves out the line end after a block, so that the model's own template begins as it did.
-    copied.chat_template = (
-        f"{{% if messages[0]['role'] != 'system' %}}{add}{{% endif %}}\n{tokenizer.get_chat_template()}"
-    )
+    added = f"{{% if messages[0]['role'] != 'system' %}}{add}{{% endif %}}"
+    copied.chat_template = f"{added}\n{tokenizer.get_chat_template()}"
     return copied
 
 
@@ -172,10 +162,7 @@ def _parts_of(message: PartMessage, marked: bool) -> list[dict[str, str]]:
 def _leaves_out_question(
     render: Callable[[Sequence[PartMessage]], str], messages: Sequence[PartMessage], rendered: str
 ) -> bool:
-    """Tell whether another question of the user would give the same text.
-
-    A template for content in parts goes through a text character by character, and writes nothing.
-    """
+    """Tell whether another question of the user would give the same text, as of a template for content in parts."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
         return False

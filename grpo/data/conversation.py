@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import ChatConfig
 from grpo.data.chat_template import PictureCountError, add_observation, place_pictures, render_prompt, tokenize_prompt
 from grpo.data.dataset_pictures import encode_picture
@@ -20,7 +21,7 @@ NEW = "/new"
 """the line that begins a new conversation"""
 
 
-class NotAsked(Exception):
+class NotAsked(ConfigError):
     """A line of the user that leads to no question. The text says why, and what to do."""
 
 
@@ -36,8 +37,8 @@ class Conversation:
         turns: Responder | None,
     ):
         """`longest`: tokens that the model takes, an answer's first one included."""
-        self._config, self._tokenizer, self._processor, self._longest = config, tokenizer, processor, longest
-        self._turns = turns
+        self._config, self._tokenizer, self._processor, self._turns = config, tokenizer, processor, turns
+        self.longest = longest
         self.begin()
 
     def begin(self) -> None:
@@ -54,9 +55,8 @@ class Conversation:
             picture = encode_picture(Path(path).expanduser().read_bytes())
             self._processor.count([picture])  # decodes it, and lets the model's processor refuse it
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
-            raise NotAsked(
-                f"the picture {path} cannot be used ({getattr(error, 'strerror', None) or error})"
-            ) from error
+            reason = getattr(error, "strerror", None) or error
+            raise NotAsked(f"the picture {path} cannot be used ({reason})") from error
         self._next_pictures.append(picture)
 
     def ask(self, line: str) -> Example:
@@ -79,11 +79,9 @@ class Conversation:
             prompt_ids = tokenize_prompt(self._tokenizer, prompt, self._processor, pictures)
         except PictureCountError as error:
             raise NotAsked(f"the question has other places than pictures ({error}): ask it again") from error
-        if len(prompt_ids) >= self._longest:
-            raise NotAsked(
-                f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self._longest}: ask "
-                f"less at a time, begin a new one with {NEW}, or use --no_keep_history"
-            )
+        if len(prompt_ids) >= self.longest:
+            excess = f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self.longest}"
+            raise NotAsked(f"{excess}: ask less at a time, begin a new one with {NEW}, or use --no_keep_history")
         self._messages, self._pictures, self._next_pictures = messages, pictures, []
         return Example(0, prompt, prompt_ids, columns)
 

@@ -65,10 +65,7 @@ def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> C
     files, reason = _files(config, split), " ".join(str(error).split())[:300]
     if not reason or any(words in reason for words in _WITHOUT_ROWS):
         reason = "there is no row in it"
-    remedy = (
-        "give a local file or folder, or a hub id that this machine can reach, and dataset_config if it has several "
-        "configurations"
-    )
+    remedy = "give a local path, or a hub id within reach, and dataset_config if it has several configurations"
     if files:
         reason = next(filter(None, map(_fault, files)), f"{', '.join(file.name for file in files)}: {reason}")
         remedy = "correct the file, or name another one"
@@ -90,20 +87,19 @@ def _fault(file: Path) -> str:
 
 
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
-    """Return the files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
+    """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*.
 
-    The list is empty if the dataset is no local path. Raises ConfigError if the split has no such files. This is not
-    left to `datasets`, which takes every file for the test split if the folder's path has "test" in it.
+    None if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the
+    folder's path has "test" in it.
     """
     path = Path(config.dataset_name).expanduser()
     if not path.exists():
         return []
     if path.is_file():
         if split != config.dataset_train_split:
-            raise ConfigError(
-                f"dataset_test_split={split!r}: {path} is a single file: give a folder with {split}{path.suffix} "
-                f"beside {config.dataset_train_split}{path.suffix}, or set eval_steps to 0"
-            )
+            names = f"{config.dataset_train_split}{path.suffix} and {split}{path.suffix}"
+            reason = f"{path} is a single file: give a folder with {names}, or set eval_steps to 0"
+            raise ConfigError(f"dataset_test_split={split!r}: {reason}")
         files = [path]
     else:
         named = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
@@ -114,6 +110,6 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
         raise ConfigError(
             f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}, called "
             f"{split}.* or {split}-*.*; found {', '.join(found[:8]) or 'none'}: rename or convert them, or set "
-            "dataset_train_split and dataset_test_split to what their names begin with, or eval_steps to 0"
+            "dataset_train_split, dataset_test_split, or eval_steps to 0"
         )
     return files

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import require
 from grpo.config.sampling_settings import DataSection
 from grpo.wire.logprobs import MOST_PICTURES, MOST_PIXELS_IN_ALL
 from grpo.wire.picture_files import MOST_PIXELS, SIGNATURES, EncodedPicture, PictureError, check_picture
@@ -23,16 +23,13 @@ _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 
 
 def find_column(config: DataSection, names: list[str]) -> str | None:
-    """Return the column that has the pictures; None if the dataset has no such column. Raises ConfigError if the
-    configuration names none of the columns, or two would do."""
+    """Return the column that has the pictures, or None. Raises ConfigError if the name is of none, or two would do."""
     name, others = config.dataset_image_column, {config.dataset_prompt_column, config.dataset_answer_column}
     usable = [column for column in names if column not in others]
     found = [column for column in usable if column == name or (name is None and column in DEFAULT_COLUMNS)]
     if len(found) > 1 or (name and not found):
-        raise ConfigError(
-            f"dataset_image_column={name!r}: beside prompts and answers {config.dataset_name} has the columns "
-            f"{', '.join(usable) or 'none'}: name the one that has pictures, or '' for none"
-        )
+        columns = f"beside prompts and answers {config.dataset_name} has the columns {', '.join(usable) or 'none'}"
+        config.refuse("dataset_image_column", f"{columns}: name the one that has pictures, or '' for none")
     return found[0] if found else None
 
 
@@ -68,19 +65,13 @@ class PictureColumn:
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str):
             value = self._read_file(value, index)
-        if not isinstance(value, bytes | Image.Image):
-            raise ConfigError(
-                f"dataset_image_column={self.name!r}: row {index} (from 0) has {str(value)[:80]}: a picture is a "
-                "file's bytes, or its path: name a column of such, or '' for none"
-            )
+        reason = f"row {index} (from 0) has {str(value)[:80]}: a picture is a file's bytes, or its path: name a column "
+        require(isinstance(value, bytes | Image.Image), "dataset_image_column", self.name, f"{reason}of such, or ''")
         return EncodedPicture(encode_picture(value))
 
     def _read_file(self, path: str, index: int) -> bytes:
-        if "://" in path:
-            raise ConfigError(
-                f"dataset_image_column={self.name!r}: row {index} (from 0) has {path[:80]}: nothing is fetched from "
-                "the network: download the pictures and give their paths, or set it to '' to leave pictures out"
-            )
+        reason = f"row {index} (from 0) has {path[:80]}: nothing is fetched from the network: download the pictures"
+        require("://" not in path, "dataset_image_column", self.name, f"{reason} and give their paths, or set it to ''")
         try:
             return (self._folder / Path(path).expanduser()).read_bytes()
         except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null character; RuntimeError: ~nobody
@@ -91,7 +82,7 @@ class PictureColumn:
 def encode_picture(picture: bytes | Image.Image) -> bytes:
     """Return a picture, or a file's content, as the content of a PNG or JPEG file, which stays as it is.
 
-    Raises PictureError if it cannot be read. A file whose end is damaged passes, as in `check_picture`.
+    Raises PictureError as `check_picture`, or if it cannot be converted.
     """
     is_encoded = isinstance(picture, bytes) and picture.startswith(tuple(SIGNATURES.values()))
     data = picture if is_encoded else _to_png(picture)

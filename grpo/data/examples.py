@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import AnsweringConfig
 from grpo.data.chat_template import (
     PartMessage,
@@ -46,24 +45,21 @@ def make_example(
     picture.
 
     Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset has another
-    column of that name. An answer that is a list or dict stays one there. `turns` adds tools and an
-    environment's observation to the prompt.
+    column of that name. An answer that is a list or dict stays one there.
 
-    Raises ConfigError, naming the row, if a value has a wrong type, or the row has pictures and there is no
-    `processor`; PictureError or PictureCountError if its pictures cannot be used; RewardError if an environment fails.
+    Raises ConfigError, naming the row, for a value of a wrong type, or pictures without a `processor`; PictureError or
+    PictureCountError if its pictures cannot be used; RewardError if an environment fails.
     """
     answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
     if isinstance(answer, bytes):
-        raise ConfigError(
-            f"dataset_answer_column={config.dataset_answer_column!r}: {place} has {str(answer)[:80]}: a gold answer is "
-            "text, a number, a list or a dict: name a column of such"
-        )
+        reason = f"{place} has {str(answer)[:80]}: a gold answer is text, a number, a list or a dict"
+        config.refuse("dataset_answer_column", f"{reason}: name a column of such")
     if not _is_prompt(prompt):
-        raise ConfigError(
-            f"dataset_prompt_column={config.dataset_prompt_column!r}: {place} has {str(prompt)[:80]}: a "
-            "prompt is text, or a list of messages whose role is text, and whose content is text or a list of parts, "
-            '{"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column'
+        config.refuse(
+            "dataset_prompt_column",
+            f"{place} has {str(prompt)[:80]}: a prompt is text, or a list of messages whose content is text or a list "
+            'of parts, {"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column',
         )
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
     given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
@@ -71,11 +67,8 @@ def make_example(
     if config.dataset_answer_column in row and (config.dataset_answer_column == "answer" or "answer" not in row):
         columns["answer"] = answer if isinstance(answer, list | dict) else gold
     if column is not None and row[column.name] and processor is None:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: {place} of {config.dataset_name} has a picture in "
-            f"{column.name!r}, and this model takes text alone: use a vision-language model, or set "
-            "dataset_image_column to '' to leave pictures out"
-        )
+        reason = f"{place} of {config.dataset_name} has a picture in {column.name!r}, and this model takes text alone"
+        config.refuse("model_name_or_path", f"{reason}: use another one, or set dataset_image_column to ''")
     pictures: list[EncodedPicture] = []
     if column is not None:
         columns[column.name] = value = column.read(row[column.name], index)
@@ -100,8 +93,7 @@ def make_example(
 def gold_answer(answer: Any) -> str:
     """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
 
-    It is JSON of a list or dict, and empty without an answer: null, white space, an empty list or dict, or the
-    NaN that pandas writes for null.
+    It is JSON of a list or dict, and empty without an answer: null or pandas' NaN, white space, an empty list or dict.
     """
     if isinstance(answer, list | dict):
         return json.dumps(answer, ensure_ascii=False, default=str) if answer else ""

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import require
 from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.data.chat_template import PictureCountError
 from grpo.data.dataset import decoded, load_rows
@@ -46,8 +46,7 @@ def load_examples(
 
     Rows without a prompt (null, or neither text nor picture), without a gold answer if there is a column of them, with
     too long a prompt or with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be
-    loaded, lacks a column, has a value of another type, has pictures without a `processor`, or keeps no example;
-    RewardError if the environment of `turns` fails.
+    loaded, lacks a column or keeps no example, and what make_example raises.
     """
     rows, has_gold, column, others = _open_rows(config, split, limit)
 
@@ -84,11 +83,8 @@ def load_examples(
             firsts.setdefault(reason, f"the first is row {index} from 0{fault}")
     dropped = [f"{count} of {len(rows)} rows dropped, {reason} ({firsts[reason]})" for reason, count in counts.items()]
     if not examples:
-        raise ConfigError(
-            f"dataset_name={config.dataset_name!r}: no row of split {split!r} is left: {'; '.join(dropped)}: mend the "
-            "rows, raise max_prompt_length, or name other columns (dataset_prompt_column, dataset_answer_column, "
-            "dataset_image_column)"
-        )
+        remedy = "mend the rows, raise max_prompt_length, or name other columns (dataset_..._column)"
+        config.refuse("dataset_name", f"no row of split {split!r} is left: {'; '.join(dropped)}: {remedy}")
     for reason in dropped:
         log.warning("%s: %s", split, reason)
     _log_examples(split, examples, column)
@@ -147,16 +143,14 @@ def check_reward_columns(
 class PromptStream:
     """The order in which ranks train on examples: a seeded shuffle of the data, epoch after epoch.
 
-    Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares,
-    so ranks never overlap. An epoch's last examples that do not fill a step wait for the next shuffle. The step number
-    is the whole state: resuming is starting at it.
+    Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares.
+    An epoch's last examples that do not fill a step wait for the next shuffle. The step number is the whole state.
     """
 
     def __init__(self, examples: Sequence[Example], prompts_per_step: int, seed: int):
-        if (size := len(examples)) < prompts_per_step:
-            raise ConfigError(
-                f"prompts_per_step={prompts_per_step}: the dataset has only {size} usable prompts: use {size}"
-            )
+        size = len(examples)
+        reason = f"the dataset has only {size} usable prompts: use {size}"
+        require(size >= prompts_per_step, "prompts_per_step", prompts_per_step, reason)
         self._examples, self._size, self._per_step, self._seed = examples, size, prompts_per_step, seed
 
     def examples_of(self, step: int, rank: int = 0, world_size: int = 1) -> list[Example]:
@@ -174,8 +168,7 @@ class PromptStream:
     def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.
 
-        None of them is in the round already, nor was given for an earlier attempt, as long as the data has that many
-        others; after that the others are given again, in a new order. They do not depend on the number of ranks.
+        None is in the round, nor was given for an earlier attempt; when all others were, they come in a new order.
         """
         in_round = [index for step in range(first_step, first_step + steps) for index in self._indices(step)]
         others = np.setdiff1d(np.arange(self._size), in_round)
@@ -192,11 +185,7 @@ class PromptStream:
 
 
 def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """Yield the function's results in the order of the items, computed by as many threads as this rank has cores.
-
-    Pillow and numpy leave the interpreter to others while they decode and resize, and so does a call that waits for
-    another process.
-    """
+    """Yield the function's results in the order of the items, computed by as many threads as this rank has cores."""
     threads = max(1, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
     items, pool = iter(items), ThreadPoolExecutor(threads, thread_name_prefix="examples")
     try:
@@ -218,14 +207,9 @@ def _asks_for_gold(reward: Callable | str) -> bool:
 def _check_columns(config: AnsweringConfig, names: list[str]) -> bool:
     """Tell whether there are gold answers. Raises ConfigError if a named column is missing."""
     prompt, answer = config.dataset_prompt_column, config.dataset_answer_column
-    for field in ("dataset_prompt_column", "dataset_answer_column"):
-        is_needed = field == "dataset_prompt_column" or answer not in ("", DataSection.dataset_answer_column)
-        reason = f"{config.dataset_name} has the columns {', '.join(names)}: name one of them"
-        require(not is_needed or getattr(config, field) in names, field, getattr(config, field), reason)
-    require(
-        answer != prompt,
-        "dataset_answer_column",
-        answer,
-        "it is dataset_prompt_column too: name the column with the gold answers, or '' if no reward needs them",
-    )
+    reason = f"{config.dataset_name} has the columns {', '.join(names)}: name one of them"
+    config.check(prompt in names, dataset_prompt_column=reason)
+    config.check(answer in ("", DataSection.dataset_answer_column, *names), dataset_answer_column=reason)
+    reason = "it is dataset_prompt_column too: name the column with the gold answers, or '' if no reward needs them"
+    config.check(answer != prompt, dataset_answer_column=reason)
     return answer in names

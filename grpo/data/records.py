@@ -24,8 +24,7 @@ class Example:
     """the text that was tokenised, chat template applied; a picture is one placeholder"""
     prompt_ids: list[int] | PicturedPrompt
     columns: dict[str, Any]
-    """the dataset's columns, handed to the reward functions, pictures as EncodedPicture; the gold answer is `answer`
-    unless another column is"""
+    """the dataset's columns, for the reward functions, pictures as EncodedPicture; the gold answer is `answer`"""
     messages: list[Message] = field(default_factory=list)
     """the chat that the prompt was made of, for reward models, which may have another chat template"""
     gold: str = ""
@@ -48,11 +47,9 @@ class Rollout:
     """the log-prob of each id in the distribution that it was drawn from; NaN if the sampler does not know it, and
     at the tokens of answers"""
     policy_version: int
-    """the number of updates that the policy had had when it drew the first of these tokens; with
-    in_flight_weight_updates it may have drawn the later ones after more"""
+    """the number of updates of the policy that drew the first token; in_flight_weight_updates may draw others later"""
     drawn: list[bool] | None = None
-    """True for each id that the sampler drew, False for those that a tool or an environment answered; None: it drew
-    all. The update trains on drawn tokens"""
+    """True for each id that the sampler drew and the update trains on, False for those of answers; None: it drew all"""
     outcome: Outcome | None = None
     """how a completion with tools or an environment ended; None without them"""
 
@@ -94,8 +91,7 @@ class Sample:
     sampling_logprobs: np.ndarray | None = None
     """float32 [T], NaN where unknown"""
     old_logprobs: np.ndarray | None = None
-    """float32 [T] of the policy as the round of the sample began, which is newer than the policy that drew it where
-    max_policy_lag is above 0; None means that the policy has not been updated since the round began"""
+    """float32 [T] of the policy as the sample's round began, not always the one that drew it; None: it is the same"""
     group_id: int = -1
     """the id of its group; -1 without a group"""
     place: int = -1
@@ -148,9 +144,8 @@ class StepBatch:
         )
 
     def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:
-        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all. Those of a
-        prompt with pictures have their bytes, for grpo/run/json_lines.py; those with tools or an environment
-        their messages."""
+        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all; pictures are
+        bytes, for grpo/run/json_lines.py."""
         copies = self.rewards.shape[1]
         return [
             {

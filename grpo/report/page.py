@@ -52,8 +52,8 @@ SHARE = 0.05
 
 
 def report(config: ReportConfig) -> Iterator[Path]:
-    """Write the page, and with `png` the pictures, and yield each path when it is written. Raises ConfigError, before
-    anything is written, if a run cannot be read or the folder cannot be used."""
+    """Write the page, and with `png` the pictures; yield each path when it is written. Raises ConfigError before that,
+    if a run cannot be read or the folder cannot be used."""
     folders = run_folders(config)
     runs = [read_run(folder) for folder in folders]
     output = Path(config.output) if config.output else folders[0] / "report"
@@ -196,8 +196,7 @@ class LivePage:
         self._data = self._read()
 
     def data(self) -> dict[str, Any]:
-        """Return the page's data; each reading has another `version`. If the runs cannot be read any more, the data
-        stays, with the reason as `lost`."""
+        """Return the page's data; each reading has another `version`. `lost` says why runs cannot be read any more."""
         with self._lock:
             state = self._file_state()  # from before the reading: lines written during it are read the next time
             if state != self._state and time.monotonic() >= self._next_reading:

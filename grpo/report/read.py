@@ -90,8 +90,8 @@ def read_completions(run: RecordedRun, size: int) -> list[dict[str, Any]]:
 
     A group is `{prompt, answer, completions}`, with `pictures`, the names of their files, if its prompt has some;
     `left_out` counts the completions beyond STEP_COMPLETIONS. A completion is `{text, facts}`, with `segments`,
-    `{role, text}` each, if tools or an environment answered. If not all fit, steps are left out evenly, in training and
-    in evaluation, but never the first and the last. The file may be larger than the memory.
+    `{role, text}` each, if tools or an environment answered. If not all fit, steps are left out evenly, but never the
+    first and the last. The file may be larger than the memory.
     """
     path = run.folder / "completions.jsonl"
     if not path.is_file():

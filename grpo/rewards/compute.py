@@ -117,9 +117,8 @@ def compute_rewards(
     servers and functions in worker processes run at the same time, the others one after the other. `logged` receives
     their logs, in their order. `key` seeds the random numbers in worker processes.
 
-    Returns float64 [len(functions), len(completions)], NaN for None: the function does not apply. Raises RewardError,
-    with the function's name and the user's part of the stack, if a function raises, or returns something else than a
-    finite number or None for each completion.
+    Returns float64 [len(functions), len(completions)], NaN for None: the function does not apply. Raises RewardError if
+    a function raises, or returns something else than a finite number or None for each completion.
     """
     batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key, conversations)
     logs = {name: Logged() for name in functions}
@@ -157,10 +156,8 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
     if folder.is_dir():
         return folder.resolve().name, str(folder)
     if name.endswith(".py") or not _HUB_ID.fullmatch(name):
-        raise ConfigError(
-            f"reward_funcs={name!r}: no such folder: name a folder with a reward model, a hub id as org/model, or a "
-            "function as path/to/file.py:function"
-        )
+        remedy = "name a reward model's folder, a hub id as org/model, or a function as path/to/file.py:function"
+        raise ConfigError(f"reward_funcs={name!r}: no such folder: {remedy}")
     return name.partition("/")[2], name
 
 

@@ -1,9 +1,9 @@
 """The sampler of the trainer's own process: a decode loop with the policy, always full.
 
 Each prompt is computed once for its group, and its keys and values are shared (grpo/model/shared_cache.py). A row that
-has ended leaves at once and the next completion takes its place. When no completion is left to begin, the last row
-moves there and the batch gets smaller. A row's tokens do not depend on the rows beside it (grpo/sampling/draw.py), so
-`rows` is a matter of memory and speed alone. The idea is that of Orca (Yu et al. 2022, OSDI, section 3.1).
+has ended leaves at once and the next completion takes its place, or the last row, and the batch gets smaller. A row's
+tokens do not depend on the rows beside it (grpo/sampling/draw.py). The idea is that of Orca (Yu et al. 2022, OSDI,
+section 3.1).
 
 With turns a row whose segment has ended waits for its answer, and the others draw on. The step at which an answer is
 taken in follows from the drawn tokens, never from a clock: which rows are computed together moves the last bits of
@@ -55,14 +55,7 @@ class ContinuousSampler(LocalSampler):
 class _Loop:
     """The completions of one order: which of them is in which row."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        order: Order,
-        longest: int,
-        turns: Responder | None,
-        make_rollout: Callable[..., Rollout],
-    ):
+    def __init__(self, rows: Rows, order: Order, longest: int, turns: Responder | None, make_rollout: Callable):
         self._rows, self._order, self._longest, self._turns = rows, order, longest, turns
         self._groups, self._make_rollout = Groups(order), make_rollout
         self._prompts = [example.prompt_ids for example in order.examples]
@@ -135,14 +128,14 @@ class _Loop:
         self._prompts_in[index].left -= 1
         if self._prompts_in[index].left == 0:
             heappush(self._free_slots, self._prompts_in.pop(index).slot)
-        drawn, outcome = None, None
+        answered = ()
         if completion.dialogue is not None:
-            drawn, outcome = completion.drawn, completion.dialogue.outcome
+            answered = completion.drawn, completion.dialogue.outcome
             completion.dialogue.close()
         ids, logprobs = (values[row, :end].tolist() for values in (self._rows.ids, self._rows.logprobs))
         self._in_rows[row] = None
         self._rows.free(row)
-        self._groups.add(completion.number, self._make_rollout(ids, logprobs, drawn, outcome))
+        self._groups.add(completion.number, self._make_rollout(ids, logprobs, *answered))
 
     def _refill(self) -> None:
         """Let completions begin in free rows, then bring the rows that draw to the front."""

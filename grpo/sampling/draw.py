@@ -2,8 +2,7 @@
 
 A completion's random numbers follow from (seed, group, place in the group) alone, one for each token: whatever else is
 drawn beside it, before it or on another rank changes nothing. A token is the inverse of the distribution function at
-its number (Devroye 1986, Non-Uniform Random Variate Generation, section III.2), which needs one number for a token
-where torch.multinomial needs one for each entry of the vocabulary.
+its number (Devroye 1986, Non-Uniform Random Variate Generation, section III.2).
 
 Logits are in blocks of the vocabulary, float32 [blocks, rows, size], -inf beyond its end: a block's sum is computed
 while the block is in cache, and only the block in which a token lies is looked through. A small vocabulary is one.

@@ -58,10 +58,9 @@ class Draws(LogitsProcessor):
 
 @contextmanager
 def policy_that_draws(model: PreTrainedModel) -> Iterator[None]:
-    """Set a model that is trained to draw completions within.
+    """Set a model that is trained to draw completions within, in torch.inference_mode.
 
-    torch.inference_mode is less work for the host than no_grad, but autograd takes no tensor that was made within. A
-    model may keep such tensors (positions by a dynamic RoPE): at the end they become ordinary ones.
+    Autograd takes no tensor that was made there. A model may keep some (positions by a dynamic RoPE): they are cloned.
     """
     model.eval()  # layers that recompute their activations would switch the KV cache off
     try:
@@ -113,8 +112,8 @@ class LocalSampler(Sampler):
         vision: Vision | None = None,
         turns: Responder | None = None,
     ):
-        """`rows`: the completions that are drawn at a time; the copies of an example are drawn together. With `turns`,
-        `sample` and `greedy` draw completions of several segments, and `stream` one segment."""
+        """`rows`: the completions that are drawn at a time. With `turns`, `sample` and `greedy` draw completions of
+        several segments, and `stream` one segment."""
         self._model, self._tokenizer, self.eos_token_ids, self._rows = model, tokenizer, eos_token_ids, rows
         self._vision, self._turns = vision, turns
         self._max_new_tokens, self._policy_version = max_completion_length, 0
@@ -153,15 +152,14 @@ class LocalSampler(Sampler):
         groups, total = Groups(order), len(order.examples) * order.copies
         at_once = max(1, self._rows // order.copies) * order.copies
         for start in range(0, total, at_once):
-            left: list[_Completion] = []
-            dialogues: list[Dialogue] = []
+            begun: list[_Completion] = []
             try:
                 for number in range(start, min(start + at_once, total)):
-                    example, name, dialogue = order.examples[number // order.copies], order.name(number), None
-                    if turns is not None:
-                        dialogues.append(dialogue := turns.begin(example, name))
+                    example, name = order.examples[number // order.copies], order.name(number)
                     numbers = None if name is None else uniforms(*name, self._max_new_tokens)
-                    left.append(_Completion(number, example.prompt_ids, numbers, dialogue))
+                    dialogue = None if turns is None else turns.begin(example, name)
+                    begun.append(_Completion(number, example.prompt_ids, numbers, dialogue))
+                left = begun
                 while left:
                     self._draw_on(left, order, groups, on_tokens)
                     if turns is not None:
@@ -169,7 +167,7 @@ class LocalSampler(Sampler):
                     left = [completion for completion in left if not completion.is_over]
                     groups.hand_over()
             finally:
-                close_all(dialogues)
+                close_all(completion.dialogue for completion in begun if completion.dialogue)
         return groups.all
 
     def _draw_on(
@@ -220,10 +218,9 @@ class LocalSampler(Sampler):
                 completion.dialogue.close()
 
     def _end(self, completion: _Completion, groups: Groups) -> None:
-        completion.is_over, drawn, outcome = True, None, None
-        if completion.dialogue is not None:
-            drawn, outcome = completion.drawn, completion.dialogue.outcome
-        groups.add(completion.number, self._rollout(completion.ids, completion.logprobs, drawn, outcome))
+        completion.is_over = True
+        answered = (completion.drawn, completion.dialogue.outcome) if completion.dialogue is not None else ()
+        groups.add(completion.number, self._rollout(completion.ids, completion.logprobs, *answered))
 
     def _room(self, completion: _Completion) -> int:
         return self._max_new_tokens - len(completion.ids)

@@ -31,8 +31,8 @@ class StepGraphs:
     launch. On other devices each step is a plain call."""
 
     def __init__(self, device: torch.device, refuse_waits: bool = False):
-        """With `refuse_waits` raise RuntimeError if the host waits for the device in a shape's first step: a recording
-        would spoil torch's allocator. For the trial alone: it holds for the whole process, other threads too."""
+        """With `refuse_waits`, for the trial, raise RuntimeError if the host waits for the device in a shape's first
+        step, in whatever thread: a recording would spoil torch's allocator."""
         self._device, self._refuse_waits = device, refuse_waits
         self.forget()
 
@@ -78,8 +78,7 @@ def _waits_refused() -> Iterator[None]:
 
 PREFILL_TOKENS = 8192  # of the prompts or answers of one forward pass, or one longer one
 # The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
-# the position of its first own token, its last token, which of its own tokens that is, and how many a step adds: 1, or
-# 0 in a row that draws nothing.
+# the position of its first own token, its last token, that one's place among its own, and how many a step adds.
 SLOT, COPY, PROMPT, BASE, TOKEN, PLACE, ADDED = range(7)
 
 

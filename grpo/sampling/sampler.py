@@ -59,8 +59,7 @@ class Sampler(Protocol):
     text, and the log-prob that each id had when it was drawn (NaN if the sampler does not know it). With a
     Responder (grpo/data/responder.py) the ids of its answer follow an eos in the completion.
 
-    Each rank has a sampler and calls it with its own share of examples: all ranks together in a round, even with no
-    example, and each alone elsewhere.
+    Each rank calls its own with its share of examples: all ranks together in a round, and each alone elsewhere.
     """
 
     def sample(
@@ -75,9 +74,8 @@ class Sampler(Protocol):
         """Draw `copies` completions of each example; return them in the order of the examples.
 
         A completion's random numbers follow from `seed`, its group's id (`ids`; by default 0, 1, ...) and its
-        number in the group: earlier calls, the other examples and how many rows are drawn at a time change nothing but
-        the last bits of log-probs. `on_groups` is called with the completions of examples, by their index, soon after
-        the last of them has ended and while others are still being drawn: once for each example, perhaps with several.
+        number in the group: whatever else is drawn, before or beside it, changes nothing but the last bits of
+        log-probs. `on_groups` is called once for each example, soon after its last completion has ended.
         """
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
@@ -90,7 +88,4 @@ class Sampler(Protocol):
         """
 
     def update_weights(self, version: int) -> None:
-        """Draw from now on with the policy after `version` updates, which each `Rollout` then carries.
-
-        Returns at once if the sampler has that version already.
-        """
+        """Draw from now on with the policy after `version` updates, which each `Rollout` then carries."""

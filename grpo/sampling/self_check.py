@@ -94,10 +94,8 @@ def make_sampler(
     """
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
-            raise ConfigError(
-                f"{type(model).__name__} has layers of type {layer_type}, with which a token is drawn from another "
-                "distribution than it is trained on as soon as its row is long: use another model"
-            )
+            reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"
+            raise ConfigError(f"{type(model).__name__} has layers of type {layer_type}: {reason}")
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
     arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns

@@ -183,10 +183,9 @@ def _choose_format(
     readable = (name for name, read in _FORMATS.items() if any(read(text, False)[1] == [call] for text in texts))
     written = next(readable, None)
     if parser == "auto" and written is None:
-        raise ConfigError(
-            f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no known format: "
-            f"set it to one of {', '.join(_FORMATS)} if the model does, or use a tokenizer with a response_template"
-        )
+        reason = f"the chat template of {tokenizer.name_or_path} writes calls in no known format"
+        remedy = f"set it to one of {', '.join(_FORMATS)}, or use a tokenizer with a response_template"
+        raise ConfigError(f"tool_call_parser='auto': {reason}: {remedy}")
     if parser != "auto" and written not in (None, parser):
         message = "tool_call_parser=%r: the chat template writes calls as %s does, and such calls are not read"
         log.warning(message, parser, written)

@@ -131,8 +131,8 @@ Place = LocalPlace | ProcessPlace
 
 
 class Instance:
-    """The environment of one completion. Its calls log and raise CallLost if it hangs or ends its process, and raise
-    RewardError if it fails. `is_lost`: it has gone with its process."""
+    """The environment of one completion. Its calls log and raise CallLost if it is lost with its process, and raise
+    RewardError if it fails."""
 
     def __init__(self, environment: EnvironmentClass, place: Place, key: Key, failures: Failures):
         """`key` and a call's number seed the call's random numbers."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, require
 from grpo.config.user_code import load_function
 
 _TYPES = {
@@ -56,8 +56,8 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
     """
     from transformers.utils import get_json_schema
 
-    if inspect.isclass(function) or not hasattr(function, "__name__"):
-        raise ConfigError(f"{field}={value!r}: it is no function: name a function, or wrap it in one")
+    is_function = hasattr(function, "__name__") and not inspect.isclass(function)
+    require(is_function, field, value, "it is no function: name a function, or wrap it in one")
     try:
         schema = get_json_schema(function)
         name = schema["function"]["name"]
@@ -69,11 +69,9 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
             "give each argument a type hint, and the docstring a first line and Args: with a line for each argument"
         ) from error
     for parameter in signature.parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(
-                f"{field}={value!r}: a call gives each argument by its name, which {name} cannot take as {parameter}: "
-                "write its arguments without *, ** and /"
-            )
+        by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        reason = f"a call gives each argument by its name, which {name} cannot take as {parameter}"
+        require(by_name, field, value, f"{reason}: write its arguments without *, ** and /")
     return Tool(name, function, schema, signature, inspect.iscoroutinefunction(function), is_method)
 
 
@@ -82,8 +80,8 @@ def load_tools(names: Sequence[str]) -> dict[str, Tool]:
     loaded: dict[str, Tool] = {}
     for name in names:
         tool = make_tool("tools", name, load_function("tools", name))
-        if tool.name in loaded:
-            raise ConfigError(f"tools={name!r}: there is a tool {tool.name!r} already: remove or rename one")
+        reason = f"there is a tool {tool.name!r} already: remove or rename one"
+        require(tool.name not in loaded, "tools", name, reason)
         loaded[tool.name] = tool
     return loaded
 

@@ -24,7 +24,7 @@ import types
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import require
 from grpo.config.user_code import Key, load_function, user_code
 from grpo.rewards.functions import Misuse, format_user_stack, is_reward, repr_of
 
@@ -45,14 +45,10 @@ class EnvironmentClass:
         # A class method is a method of the class already.
         members = inspect.getmembers(loaded) if inspect.isclass(loaded) else []
         methods = {method for method, member in members if inspect.isfunction(member) or inspect.ismethod(member)}
-        if "reset" not in methods:
-            raise ConfigError(f"environment={name!r}: it is no class with a method reset: write one")
+        require("reset" in methods, "environment", name, "it is no class with a method reset: write one")
         public = {method for method in methods if not method.startswith("_")} - _OURS
-        if not public:
-            raise ConfigError(
-                f"environment={name!r}: it has no method that answers: add methods to call as tools, or "
-                "step(text) -> (observation, reward, done)"
-            )
+        remedy = "add methods to call as tools, or step(text) -> (observation, reward, done)"
+        require(bool(public), "environment", name, f"it has no method that answers: {remedy}")
         self.name, self.type = name, loaded
         self.label: str = loaded.__name__
         self.is_game = public == {"step"}

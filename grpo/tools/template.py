@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, require
 from grpo.data.chat_template import place_pictures
 
 _MARK, _ANSWER = "MarkOfTheTurn", "MarkOfTheAnswer"
@@ -43,12 +43,9 @@ class AnswerTemplate:
         self._ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
         self._in_parts, self._text_arguments = _FORMS[0]
         if tokenizer.chat_template is None:
-            if schemas:
-                raise ConfigError(
-                    f"model_name_or_path={tokenizer.name_or_path!r}: it has no chat template for tools: use a model "
-                    "that was trained to call them, or an environment with step alone"
-                )
-            return
+            remedy = "use a model that was trained to call them, or an environment with step alone"
+            reason = f"it has no chat template for tools: {remedy}"
+            return require(not schemas, "model_name_or_path", tokenizer.name_or_path, reason)
         tool = [{"role": "tool", "name": schema["function"]["name"], "content": _ANSWER} for schema in schemas[:1]]
         self._find_form([*tool, *([{"role": "user", "content": _ANSWER}] if answers_as_user else [])])
 
@@ -95,10 +92,9 @@ class AnswerTemplate:
             except Exception as error:  # a template is a program that comes with the model: it may raise anything
                 reasons.append(str(error) if isinstance(error, _Unfit) else f"refuses them ({error})")
         roles = " and ".join(answer["role"] for answer in answers)
-        raise ConfigError(
-            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write tools and answers of "
-            f"{roles}: it {' '.join(reasons[0].split())[:300]}: use a model that was trained with them"
-        )
+        reason = f"its chat template cannot write tools and answers of {roles}: it {' '.join(reasons[0].split())[:300]}"
+        remedy = "use a model that was trained with them"
+        raise ConfigError(f"model_name_or_path={self._tokenizer.name_or_path!r}: {reason}: {remedy}")
 
     def _render(self, messages: Messages) -> str:
         if self._in_parts:

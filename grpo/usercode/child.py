@@ -2,7 +2,8 @@
 
     trainer -> worker    pickle: what makes the service, and its arguments
                          pickle: (number, what the service is asked...)
-    worker -> trainer    a line of JSON with that number; no pickle, since foreign code may have written it
+    worker -> trainer    a line of JSON: that number, and the service's `answer`; no pickle, as foreign code may have
+                         written it. An exception of `answer` ends the process
 
 The guard is the process that the trainer starts. It forks the worker and runs no foreign code. Processes that the
 worker's descendants leave behind become its children (prctl(2), PR_SET_CHILD_SUBREAPER), even those in a session of
@@ -21,19 +22,11 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from grpo.config.errors import ConfigError
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-
-
-class UserService(Protocol):
-    """The work of such a process."""
-
-    def answer(self, *task: Any) -> dict[str, Any]:
-        """Return the reply to a task, for JSON. An exception ends the process."""
-        ...
 
 
 def run_worker(descriptor: int) -> None:
@@ -62,7 +55,7 @@ def run_worker(descriptor: int) -> None:
 
         try:
             make_service, arguments = pickle.load(tasks)
-            service: UserService = make_service(*arguments)
+            service = make_service(*arguments)
         except Exception as error:  # the user's file may raise anything
             send({"raised": str(error) if isinstance(error, ConfigError) else repr(error)})
             return

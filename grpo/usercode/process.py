@@ -1,9 +1,8 @@
 """Calls the user's code in other processes, with deadlines: such code may run a model's programs.
 
 Only a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever). So a late call's
-process is killed, with all its descendants, and replaced. Processes are started from the command line, not by
-`multiprocessing`, which would import the trainer's script, with torch and DeepSpeed, into each of them. Their side is
-grpo/usercode/child.py.
+process is killed, with all its descendants, and replaced. `multiprocessing` would import the trainer's script, with
+torch and DeepSpeed, into each of them. Their side is grpo/usercode/child.py.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from grpo.config.errors import RewardError
-from grpo.usercode.child import UserService
 from grpo.usercode.prints import PRINTS
 
 _START_SECONDS = 300.0  # to import the user's files; not a part of a call's deadline
@@ -45,8 +43,8 @@ class CallLost(Exception):
 class UserProcess:
     """A process that answers one task at a time. A new process replaces one that is lost."""
 
-    def __init__(self, make_service: Callable[..., UserService], arguments: tuple, names: Sequence[str], folder: str):
-        """Start a process that imports `make_service`, and calls it with `arguments`.
+    def __init__(self, make_service: Callable, arguments: tuple, names: Sequence[str], folder: str):
+        """Start a process that imports `make_service`, and calls it with `arguments`; its object has `answer`.
 
         `names`: the user's names of the code, for messages; `folder`: the working directory of all replacements.
         """
@@ -208,9 +206,7 @@ class ProcessPool:
     A program closes it before its end, or Python waits for the running calls.
     """
 
-    def __init__(
-        self, service: tuple[Callable[..., UserService], tuple, Sequence[str]], timeout: float, threads: int, started=0
-    ):
+    def __init__(self, service: tuple[Callable, tuple, Sequence[str]], timeout: float, threads: int, started: int = 0):
         """`service`: the first arguments of UserProcess; `timeout`: seconds of a call; `started`: processes to start
         now, which import the user's files before they are needed."""
         self.timeout = timeout

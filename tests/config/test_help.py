@@ -66,7 +66,7 @@ def test_an_entry_says_kind_limits_default_and_what_no_does(help_of):
         "--dtype WORD type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else "
         "float32 (auto or bfloat16 or float32; default: auto)",
         "--model, --model_name_or_path TEXT hub id",
-        "--no_gradient_checkpointing keep activations for the backward pass: more memory, less time",
+        "--no_gradient_checkpointing keep activations: more memory, less time",
     ):
         assert entry in text
     assert "None" not in text and "..." not in text.replace(" ...]", "")

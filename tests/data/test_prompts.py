@@ -169,23 +169,16 @@ def test_a_dataset_of_which_no_row_is_left_is_refused(tmp_path, tokenizer):
         load_examples(config(path), "train", tokenizer, progress=False)
 
 
+PICTURE = {"type": "image", "image": "a.png"}
+
+
 @pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"question": 7, "answer": "1"}, r"dataset_prompt_column='question': row 1 \(from 0\) has 7: a prompt is"),
-        ({"question": {"role": "user"}, "answer": "1"}, "dataset_prompt_column='question': row 1 "),
-        ({"question": ["Hi"], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
-        ({"question": [{"content": "Hi"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
-        ({"question": [{"role": "user"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
-        (
-            {"question": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": "1"},
-            "dataset_prompt_column='question': row 1 .* whose content is text or a list of parts",
-        ),
-    ],
+    "prompt",
+    [7, {"role": "user"}, ["Hi"], [{"content": "Hi"}], [{"role": "user"}], [{"role": "user", "content": [PICTURE]}]],
 )
-def test_values_of_another_type_are_refused_with_their_row(tmp_path, tokenizer, row, message):
-    path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
-    with pytest.raises(ConfigError, match=message):
+def test_a_prompt_of_another_type_is_refused_with_its_row(tmp_path, tokenizer, prompt):
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], {"question": prompt, "answer": "1"}])
+    with pytest.raises(ConfigError, match=r"dataset_prompt_column='question': row 1 \(from 0\) has .*: a prompt is"):
         load_examples(config(path), "train", tokenizer, progress=False)
 
 
@@ -282,17 +275,8 @@ def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "answer, gold",
     [
-        ("He has 3.\n#### 1,080", "1,080"),
-        ("#### -10", "-10"),
-        ("42", "42"),
-        (42, "42"),
-        ("a #### b #### c ", "c"),
-        ("None", "None"),
-        (None, ""),
-        (0.0, "0.0"),
-        (float("nan"), ""),
-        ("\t", ""),
-        ("18 ####", ""),
+        *[("He has 3.\n#### 1,080", "1,080"), ("#### -10", "-10"), ("42", "42"), (42, "42"), (0.0, "0.0")],
+        *[("a #### b #### c ", "c"), ("None", "None"), (None, ""), (float("nan"), ""), ("\t", ""), ("18 ####", "")],
     ],
 )
 def test_gold_answers(answer, gold):

@@ -130,7 +130,7 @@ def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path
 @pytest.mark.slow
 def test_a_trainer_that_ends_with_0_before_its_last_step_is_a_failure(model_folder, data_folder, tmp_path):
     run, rewards = tmp_path / "run", tmp_path / "rewards.py"
-    rewards.write_text("import ctypes\n\ndef ends(completions, **columns):\n    ctypes.CDLL(None)._exit(0)\n")
+    rewards.write_text("import ctypes\n\ndef ends(completions, **columns):\n    ctypes.CDLL(None).quick_exit(0)\n")
     process = begin(options(model_folder, data_folder, run, beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends"))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and f"{run}: the trainer ended with code 0" in output, output

@@ -116,16 +116,15 @@ QUOTED = call("add", note="a </think> b")
 @pytest.mark.parametrize(
     ("begun", "text", "calls"),
     [
-        ("", QUOTED, 1),
-        ("", QUOTED * 2, 2),
-        ("", f"Quote it: {QUOTED}", 1),
-        ("", f"<think>{THOUGHT_OF}</think>no", 0),
-        ("", f"<think>{THOUGHT_OF}</think>{QUOTED}", 1),
-        ("", f"\n<think>so</think>{QUOTED}", 1),
-        ("<think>\n", f"{THOUGHT_OF}</think>no", 0),
-        ("<think>\n", f"{THOUGHT_OF}</think>{QUOTED}", 1),
-        ("<think>\n", f"so</think>{QUOTED}", 1),
-        ("<think>\n\n</think>\n\n", QUOTED, 1),
+        *[
+            ("", QUOTED, 1),
+            ("", QUOTED * 2, 2),
+            ("", f"Quote it: {QUOTED}", 1),
+            ("", f"\n<think>so</think>{QUOTED}", 1),
+        ],
+        *[("", f"<think>{THOUGHT_OF}</think>no", 0), ("", f"<think>{THOUGHT_OF}</think>{QUOTED}", 1)],
+        *[("<think>\n", f"{THOUGHT_OF}</think>no", 0), ("<think>\n", f"{THOUGHT_OF}</think>{QUOTED}", 1)],
+        *[("<think>\n", f"so</think>{QUOTED}", 1), ("<think>\n\n</think>\n\n", QUOTED, 1)],
         # A model that begins its thought without the tag.
         ("", f"so</think>{QUOTED}", 1),
     ],
@@ -241,36 +240,17 @@ def unhinted(a):
         a: it
     """
 
-def undocumented(a: int):
-    pass
+def undocumented(a: int): pass
 
-def half(a: int, b: int):
-    """Do.
+def half(a: int, b: int): pass
+half.__doc__ = unhinted.__doc__
 
-    Args:
-        a: it
-    """
+def many(*numbers: int): pass
+def named(**numbers: int): pass
+many.__doc__ = named.__doc__ = unhinted.__doc__.replace("a:", "numbers:")
 
-def many(*numbers: int):
-    """Do.
-
-    Args:
-        numbers: some
-    """
-
-def named(**numbers: int):
-    """Do.
-
-    Args:
-        numbers: some
-    """
-
-def placed(a: int, /):
-    """Do.
-
-    Args:
-        a: it
-    """
+def placed(a: int, /): pass
+placed.__doc__ = unhinted.__doc__
 
 class Kind:
     """Be."""
@@ -294,18 +274,11 @@ def tools(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "arguments", "misfit"),
     [
-        ("add", {"a": 1}, ""),
-        ("add", {"a": 1, "b": 2}, ""),
-        ("add", {"a": 1, "b": 2.5, "note": None}, ""),
-        ("add", {"a": 1, "note": "x"}, ""),
-        ("add", {}, "missing a required argument: 'a'"),
-        ("add", {"a": 1, "c": 2}, "unexpected keyword argument 'c'"),
-        ("add", {"a": "7"}, "argument a of add is '7'"),
-        ("add", {"a": 7.5}, "argument a of add is 7.5"),
-        ("add", {"a": True}, "argument a of add is True"),
-        ("add", {"a": None}, "argument a of add is None"),
-        ("add", {"a": 1, "note": 3}, "argument note of add is 3"),
-        ("now", {}, ""),
+        *[("add", {"a": 1}, ""), ("add", {"a": 1, "b": 2}, ""), ("add", {"a": 1, "b": 2.5, "note": None}, "")],
+        *[("add", {"a": 1, "note": "x"}, ""), ("add", {}, "missing a required argument: 'a'")],
+        *[("add", {"a": "7"}, "argument a of add is '7'"), ("add", {"a": 7.5}, "argument a of add is 7.5")],
+        *[("add", {"a": True}, "argument a of add is True"), ("add", {"a": None}, "argument a of add is None")],
+        *[("add", {"a": 1, "note": 3}, "argument note of add is 3"), ("now", {}, "")],
         ("now", {"zone": 1}, "unexpected keyword argument 'zone'"),
         ("choose", {"what": "red", "sizes": [1, 2], "yes": False, "more": {"x": []}}, ""),
         ("choose", {"what": "green", "sizes": [], "yes": False, "more": {}}, "argument what of choose is 'green'"),

@@ -40,7 +40,7 @@ def act(what):
     elif what == "regex":  # 2^60 steps in C, with the GIL
         re.fullmatch("(a|a)*b", "a" * 60)
     elif what == "exit":
-        os._exit(7)
+        os.execlp("sh", "sh", "-c", "exit 7")
     elif what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "raise":
