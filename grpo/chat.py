@@ -105,7 +105,7 @@ def answer_lines(config: ChatConfig, interactive: bool, conversation: Conversati
 
 @dataclass
 class Answerer:
-    """Draw and print answers of the model, with those of tools or an environment between its turns."""
+    """Draw and print answers of the model, with those of tools or an environment in brackets between its turns."""
 
     config: ChatConfig
     model: PreTrainedModel
@@ -115,8 +115,8 @@ class Answerer:
     turns: Responder | None  # None without tools and environment
 
     def answer(self, example: Example, limit: int, seed: int, stopped: list[int]) -> Rollout:
-        """Draw an answer of at most `limit` tokens, and print it, with answers of tools or an environment in brackets.
-        It ends without an outcome when `stopped` is no longer empty. Raises RewardError if the environment fails."""
+        """Draw and print an answer of at most `limit` tokens, which ends without an outcome when `stopped` is no longer
+        empty. Raises RewardError if the environment fails."""
         from grpo.data.responder import make_rollout, show_answer
         from grpo.wire.picture_files import with_more
 

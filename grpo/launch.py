@@ -88,9 +88,7 @@ def visible_cards() -> list[str]:
 
 def share_cards(cards: list[str], with_server: bool) -> tuple[list[str], list[str]]:
     """Return (the server's GPUs, the trainer's GPUs)."""
-    if not with_server:
-        return [], cards
-    return cards[-1:], cards[:-1] or cards
+    return (cards[-1:], cards[:-1] or cards) if with_server else ([], cards)
 
 
 class Programs:

@@ -86,9 +86,7 @@ class ReferenceSection(Section):
     ref_servers: list[str] | None = option(None, "URLs of equal reference servers; unset: this machine's", common=True)
     allow_other_reference: bool = option(False, "take a server with another model than the policy's first")
     ref_update_steps: int = option(0, "updates between references, sent to update_folder; 0 is never", at_least=0)
-    ref_mixup_alpha: float = option(
-        1.0, "share of the policy in it; 1 replaces it (TRL: 0.6)", needs="ref_update_steps above 0", above=0, at_most=1
-    )
+    ref_mixup_alpha: float = option(1.0, "the policy's share", needs="ref_update_steps above 0", above=0, at_most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

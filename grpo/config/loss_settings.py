@@ -33,9 +33,7 @@ class LossSection(Section):
     )
     importance_sampling_level: Literal["token", "sequence"] = option("token", "ratio of each token, or sequence (GSPO)")
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
-    epsilon_high: float | None = option(
-        None, "it is clipped above at 1 + epsilon_high, cispo's at epsilon_high; unset is epsilon, or 5.0", at_least=0
-    )
+    epsilon_high: float | None = option(None, "upper clip, at 1 + it (cispo: it); unset: epsilon, or 5.0", at_least=0)
     delta: float | None = option(None, "bound above 1 + epsilon_high where the advantage is negative (dual clip)")
     advantage_estimator: str = option(
         "grpo",
@@ -49,9 +47,7 @@ class LossSection(Section):
     )
     reward_tolerance: float = option(0.0, "a group whose rewards differ by no more has advantages of 0", at_least=0)
     beta: float = option(0.04, "weight of the KL to the reference; 0 needs no server", at_least=0, common=True)
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
-        "k3", "how single tokens estimate the KL; k3+ has the value of k3 and the gradient of k2", needs="beta above 0"
-    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option("k3", "k3+ is k3 with k2's gradient", needs="beta above 0")
     kl_in_reward: bool = option(False, "subtract beta x KL from a reward, in place of a KL term", needs="beta above 0")
     kl_target: float | None = option(None, "adapt beta to this KL, in nats a token", needs="beta above 0", above=0)
     use_bias_correction_kl: bool = option(False, "multiply the KL by the ratio (DeepSeek-V3.2)", needs="beta above 0")
@@ -71,15 +67,11 @@ class LossSection(Section):
         "weigh the loss by the ratio of policy and sampler, truncated or masked beyond the bounds. Unset is "
         "token_truncate with sampler pool, else none, or the value of the run to continue",
     )
-    importance_sampling_clip_max: float | None = option(
-        3.0, "upper bound of the ratio of policy and sampler", needs="importance_sampling_mode", above=0
-    )
+    importance_sampling_clip_max: float | None = option(3.0, "largest ratio", needs="importance_sampling_mode", above=0)
     importance_sampling_clip_min: float | None = option(
         None, "lower bound of the ratio of policy and sampler", needs="importance_sampling_mode", at_least=0
     )
-    off_policy_mask_threshold: float | None = option(
-        None, "drop sequences of negative advantage that the policy moved further from (nats a token)", above=0
-    )
+    off_policy_mask_threshold: float | None = option(None, "drop negative sequences this far off, nats/token", above=0)
 
     @property
     def upper_clip(self) -> float:
@@ -164,9 +156,7 @@ class RewardSection(Section):
     )
     reward_weights: list[float] | None = option(None, "weight of each; unset is 1", common=True, may_be_empty=True)
     soft_punish_cache: int = option(0, "last tokens of a completion, punished from 0 to -1 (DAPO)", at_least=0)
-    reward_timeout: float | None = option(
-        None, "seconds for a completion's reward: functions then run in processes, killed if they hang", above=0
-    )
+    reward_timeout: float | None = option(None, "seconds for a completion's reward, then in a process", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

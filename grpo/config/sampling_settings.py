@@ -16,9 +16,7 @@ from grpo.config.user_code import check_file
 class SharedConfig(Section):
     HEADING = "model"
 
-    model_name_or_path: str = option(
-        "Qwen/Qwen2.5-1.5B-Instruct", "hub id or folder of a model or LoRA adapter", common=True
-    )
+    model_name_or_path: str = option("Qwen/Qwen2.5-1.5B-Instruct", "hub id or folder; a LoRA adapter too", common=True)
     trust_remote_code: bool = option(False, "run Python code that comes with the weights")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
@@ -48,9 +46,7 @@ class AdapterSection(Section):
     use_peft: bool = option(False, "train a LoRA adapter, a new one or a loaded one", common=True)
     lora_r: int = option(16, "rank of a new adapter; a loaded one keeps its settings", needs="use_peft", above=0)
     lora_alpha: int = option(32, "the adapter is scaled by lora_alpha / lora_r", needs="use_peft", above=0)
-    lora_target_modules: list[str] | None = option(
-        None, "layers with an adapter, or all-linear; unset is peft's choice, or all-linear", needs="use_peft"
-    )
+    lora_target_modules: list[str] | None = option(None, "adapted layers; unset: peft's, all-linear", needs="use_peft")
     use_rslora: bool = option(False, "scale it by lora_alpha / sqrt(lora_r) instead (rsLoRA)", needs="use_peft")
     use_dora: bool = option(False, "DoRA: train a magnitude beside LoRA's direction", needs="use_peft")
     merge_on_save: bool = option(False, "save the adapter merged into the base, as a whole model", needs="use_peft")
@@ -83,9 +79,7 @@ class TurnsCodeSection(Section):
 class TurnsSection(TurnsCodeSection):
     HEADING = "tools and environments"
 
-    max_tool_calling_iterations: int | None = option(
-        None, "most turns of a completion whose calls are answered; unset: no limit", needs=ANSWERED, above=0
-    )
+    max_tool_calling_iterations: int | None = option(None, "most turns with answered calls", needs=ANSWERED, above=0)
     max_turns: int | None = option(None, "most turns in a completion", needs=ANSWERED, above=0)
     max_tool_response_length: int = option(2048, "characters after which an answer is cut", needs=ANSWERED, above=0)
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
@@ -102,9 +96,7 @@ class DataSection(Section):
     dataset_train_split: str = option("train", "split to train on")
     dataset_test_split: str = option("test", "split to evaluate on", common=True)
     dataset_prompt_column: str = option("question", "column of the prompt: text, or chat messages", common=True)
-    dataset_answer_column: str = option(
-        "answer", "column of the gold answer, the part after '####' if there is one; an empty text is none", common=True
-    )
+    dataset_answer_column: str = option("answer", "column of the gold answer (after any ####); '': none", common=True)
     dataset_image_column: str | None = option(None, "column of a prompt's pictures; unset: image or images; '': none")
     max_prompt_length: int = option(512, "prompts of more tokens are dropped at the start, and counted", above=0)
 

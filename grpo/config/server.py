@@ -23,16 +23,10 @@ class ServingSection(Section):
     pool_file: str | None = option(None, "file of one run's pool, made if missing", needs="task rollouts", common=True)
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
     max_length: int | None = option(None, "most tokens of a sequence; unset: the model's", above=0, common=True)
-    max_batch_tokens: int | None = option(
-        None, "tokens in a forward pass; unset is 16384 on a GPU, 4096 on a CPU", above=0, common=True
-    )
-    device_map: Literal["auto"] | None = option(
-        None, "spread the model over all visible GPUs (needs accelerate)", needs="task logprobs", common=True
-    )
+    max_batch_tokens: int | None = option(None, "tokens in a pass; unset: 16384, on a CPU 4096", above=0, common=True)
+    device_map: Literal["auto"] | None = option(None, "spread it over all GPUs", needs="task logprobs", common=True)
     deterministic: bool = option(False, "compute prompts alone: the same bits whatever else waits", common=True)
-    update_folder: str | None = option(
-        None, "folder for weights that trainers send; unset refuses them", needs="task logprobs", common=True
-    )
+    update_folder: str | None = option(None, "folder for trainers' new weights", needs="task logprobs", common=True)
     max_queue_tokens: int = option(4_000_000, "most tokens that may wait, of one request half; beyond: 503", at_least=2)
     body_timeout: float = option(120.0, "seconds a client may take to send a request's body", above=0)
     max_connections: int = option(1000, "most open connections; one more replaces an idle one, or gets 503", above=0)

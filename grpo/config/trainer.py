@@ -59,9 +59,7 @@ class TrainingSection(Section):
     steps_per_generation: int = option(1, "updates that one round of generation feeds, each with new prompts", above=0)
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
     micro_batch_tokens: int = option(16384, "tokens in a pass: fewer need less memory", above=0, common=True)
-    learning_rate: float | None = option(
-        None, "AdamW's peak rate; unset is 1e-6, 1e-5 with use_peft, or the run's to continue", common=True, above=0
-    )
+    learning_rate: float | None = option(None, "peak rate; unset: 1e-6, LoRA 1e-5, or the run's", common=True, above=0)
     lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
         "constant_with_warmup", "course of the learning rate after its linear warm-up"
     )

@@ -47,8 +47,7 @@ def load_rows(config: AnsweringConfig, split: str):
 
 
 def _csv_options(config: AnsweringConfig) -> dict[str, Any]:
-    """Return how pandas reads CSV: prompts and gold answers as the text that they are, so that 007 stays 007, and NA a
-    word; an empty cell of another column as null."""
+    """Return how pandas reads CSV: prompts and gold answers as text (007, NA), an empty cell elsewhere as null."""
     columns = config.dataset_prompt_column, config.dataset_answer_column
     return {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
 

@@ -201,19 +201,15 @@ def read_pictures(run: RecordedRun, blocks: Sequence[dict[str, Any]], size: int)
     for phase in ("eval", "train"):  # every evaluation has the same held-out problems, each step of training has others
         groups = [group for block in blocks if block["phase"] == phase for group in block["groups"]]
         names = dict.fromkeys(name for group in groups for name in group.get("pictures", ()) if name not in sizes)
-        of_phase = {name: _size(folder / name) * 4 // 3 for name in names}
         room = size - sum(sizes[name] for name in shown)
-        sizes |= of_phase
-        shown += every_nth({name: size for name, size in of_phase.items() if size > 0}, room)
+        there = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
+        of_phase = {name: min(size, LARGEST_FILE) * 4 // 3 for name, size in there.items() if size > 0}
+        sizes |= dict.fromkeys(names, 0) | of_phase
+        shown += every_nth(of_phase, room)
     urls = {name: url for name in shown if (url := _data_url(folder / name))}
     if len(urls) < len(sizes):
         run.notes.append(f"{len(urls)} of {len(sizes)} pictures are shown")
     return urls
-
-
-def _size(path: Path) -> int:
-    """Return the approximate bytes of a picture in a page; 0 if the file is missing."""
-    return min(path.stat().st_size, LARGEST_FILE) if path.is_file() else 0
 
 
 @functools.lru_cache(maxsize=1000)

@@ -112,7 +112,7 @@ class RewardBatch:
 def load_function(name: str) -> Callable:
     """Return a function of the top-level `reward.py`, or of another file: "path/to/file.py:function".
 
-    Raises ConfigError if there is no such file or function, or the import fails.
+    Raises ConfigError if there is none, or the import fails.
     """
     if ":" in name:
         return user_code.load_function("reward_funcs", name)

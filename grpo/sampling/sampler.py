@@ -82,10 +82,7 @@ class Sampler(Protocol):
         """Return the completion of each example whose every token is the most likely one."""
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
-        """Draw one completion; a temperature of 0 is greedy. Call `on_token(ids so far)` after each token.
-
-        If `on_token` returns True, the completion stops there, unfinished.
-        """
+        """Draw one completion; a temperature of 0 is greedy. It stops where `on_token(ids so far)` returns True."""
 
     def update_weights(self, version: int) -> None:
         """Draw from now on with the policy after `version` updates, which each `Rollout` then carries."""

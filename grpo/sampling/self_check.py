@@ -89,8 +89,7 @@ def make_sampler(
     """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate.
 
     On a GPU its steps are CUDA graphs if the model's forward pass can be recorded. `longest_packed` is the batcher's; 0
-    asks for generate. With `turns` completions have several segments. Raises ConfigError if even generate would draw
-    from another distribution than is scored, in the trial or in longer rows.
+    asks for generate. Raises ConfigError if even generate would draw from another distribution than is scored.
     """
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:

@@ -1,7 +1,4 @@
-"""Answers the policy with the user's tools and environment: completions of several turns.
-
-Their checks at the start are here too: `start_turns`.
-"""
+"""Answers the policy with the user's tools and environment: completions of several turns."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -81,12 +79,9 @@ class UserResponder:
 
         Raises RewardError if `reset` says something else than as the data was read, or a method fails.
         """
-        dialogue = self.begin(example)
-        try:
+        with closing(self.begin(example)) as dialogue:
             if (answer := dialogue.answer([self._end_id], room=1 << 30)) is not None:
                 answer.result()
-        finally:
-            dialogue.close()
 
     def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> UserDialogue:
         """See Responder."""
@@ -123,10 +118,7 @@ class UserResponder:
 
 
 class UserDialogue:
-    """A completion that tools and an environment answer: a Dialogue of grpo/data/responder.py.
-
-    All its steps run on the event loop, one after another.
-    """
+    """A completion that tools and an environment answer: a Dialogue. All its steps run on the event loop, in order."""
 
     def __init__(self, responder: UserResponder, example: Example, key: Key):
         """Begin to reset an instance of the environment. `key` seeds the random numbers of the user's code."""

@@ -1,8 +1,5 @@
-"""Reads a turn of the policy: its text, and the calls of tools in it.
-
-The tokenizer's response template reads a turn if there is one, else the format that is set. A malformed call has an
-error, which is its answer.
-"""
+"""Reads a turn of the policy, its text and the calls of tools in it, by the tokenizer's response template if it has
+one, else by the format that is set."""
 
 from __future__ import annotations
 

@@ -147,15 +147,9 @@ class Session:
 
 def _read_step(returned: Any) -> tuple[str, float, bool]:
     """Check the result of `step`. Raises Misuse unless it is (observation, reward, done)."""
-    if (
-        isinstance(returned, tuple | list)
-        and len(returned) == 3
-        and (returned[0] is None or isinstance(returned[0], str))
-        and returned[1] is not None
-        and is_reward(returned[1])
-        and returned[2] in (True, False)
-    ):
-        return returned[0] or "", float(returned[1]), bool(returned[2])
+    match returned:
+        case [str() | None as text, reward, True | False | 0 | 1 as done] if reward is not None and is_reward(reward):
+            return text or "", float(reward), bool(done)
     raise Misuse(
         f"returned {returned!r:.200}: step must return (observation, reward, done): a text or None, a finite number, "
         "and True where the completion is over"

@@ -1,7 +1,6 @@
 """Renders answers as token ids: the chat template's text between two turns of the policy.
 
-The policy's own tokens are never rendered. A short conversation is, with a mark in the policy's last turn; the answer
-is the text after the end of that turn.
+The policy's own tokens are never rendered: a short conversation is, whose text after the policy's turn is the answer.
 """
 
 from __future__ import annotations

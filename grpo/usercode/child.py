@@ -41,9 +41,8 @@ def run_worker(descriptor: int) -> None:
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # foreign code may kill the guard
     os.setsid()
     sys.stdout.reconfigure(line_buffering=True)  # show what a function printed before it hung
-    empty_input = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty_input, 0)  # code that reads input must neither wait for it nor read the guard's
-    os.close(empty_input)
+    # Code that reads input must neither wait for it nor read the guard's.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # When memory runs out, the system should kill this process and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

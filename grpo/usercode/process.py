@@ -91,10 +91,10 @@ class UserProcess:
     def end(self) -> None:
         """Kill it without replacement. A call that waits for it, in any thread, is cancelled."""
         self._is_ended = True
-        self._kill()
+        self._process.stdin.close()
 
     def stop(self) -> None:
-        self._kill()
+        self._process.stdin.close()  # the guard then kills the worker and all its descendants
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # it was stopped, or a process survives SIGKILL
@@ -102,10 +102,6 @@ class UserProcess:
             self._process.wait()
         self._printer.join(1.0)  # another user's process may survive and hold the pipe
         self._socket.close()
-
-    def _kill(self) -> None:
-        """Have the guard kill the worker and all its descendants."""
-        self._process.stdin.close()
 
     def _start(self) -> None:
         self._socket, worker_end = socket.socketpair()

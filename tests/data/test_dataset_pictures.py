@@ -112,12 +112,8 @@ def test_every_form_of_a_picture_is_read_as_the_datasets_own_bytes(tmp_path, qwe
     write(tmp_path / "bytes.parquet", [row(PNG, column="image"), row(None, column="image")])
     write(tmp_path / "paths.jsonl", [row(["shown/1.png", str(tmp_path / "2.jpg")]), row([]), row(None)])
     write(tmp_path / "path.jsonl", [row("shown/2.jpg", column="image")])
-    expected = {
-        "list.parquet": [(PNG, JPEG)],
-        "bytes.parquet": [(PNG,), ()],
-        "paths.jsonl": [(PNG, JPEG), (), ()],
-        "path.jsonl": [(JPEG,)],
-    }
+    expected = {"list.parquet": [(PNG, JPEG)], "bytes.parquet": [(PNG,), ()], "path.jsonl": [(JPEG,)]}
+    expected["paths.jsonl"] = [(PNG, JPEG), (), ()]
     for name, pictures in expected.items():
         examples = qwen.load(tmp_path / name)
         assert [pictures_of(example.prompt_ids) for example in examples] == pictures, name

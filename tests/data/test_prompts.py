@@ -338,7 +338,6 @@ def test_a_prompt_has_the_tools_and_what_the_environment_says_of_its_row(tokeniz
     "template, reason",
     [
         ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
-        ("{{ messages[0].content.index('nowhere') }}", "ValueError: substring not found"),
         ("{{ 1 // 0 }}", "ZeroDivisionError: "),
         ("{{ messages[0].nothing.more }}", "UndefinedError: "),
         ("{% if %}", "TemplateSyntaxError: "),
@@ -403,9 +402,8 @@ def test_ranks_share_each_step_equally_and_without_overlap(world_size):
     stream = PromptStream(range(50), prompts_per_step=8, seed=3)
     for step in range(20):
         shares = [stream.examples_of(step, rank, world_size) for rank in range(world_size)]
-        assert {len(share) for share in shares} == {8 // world_size}
         whole = [index for share in shares for index in share]
-        assert len(set(whole)) == 8
+        assert {len(share) for share in shares} == {8 // world_size} and len(set(whole)) == 8
         assert whole == stream.examples_of(step)  # the same examples whatever the number of ranks
 
 

@@ -196,14 +196,6 @@ def test_a_function_that_is_no_reward_function_is_refused_in_a_sentence(function
     assert caught.value.traceback == ""
 
 
-def test_an_async_function_with_a_deadline_must_take_the_arguments_too():
-    async def f(solution, **kwargs):
-        return [1.0]
-
-    with pytest.raises(RewardError, match="^Reward function 'f' cannot be called: missing .* 'solution': it is given"):
-        compute_rewards({"f": add_deadline("f", f, 20.0, 0.0)}, ["p"], ["a"], {})
-
-
 # --- what they log
 
 

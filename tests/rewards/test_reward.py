@@ -110,11 +110,8 @@ def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expecte
         *[(r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 2.0), (r"\boxed{\boxed{18}}", "18", 2.0)],
         *[(r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right.", 2.0), (r"so\\\boxed{18}", "18", 2.0)],
         *[(r"} \boxed{18} {", "18", 2.0), (r"\boxed{18} then \boxed{17", "18", 2.0), (r"\boxed{18\}", "18", 0.0)],
-        *[
-            (r"\boxed{}", "18", 0.0),
-            (r"\boxed{18} <answer>17</answer>", "18", 0.0),
-            (r"\boxed{18}<answer>18", "18", 0.0),
-        ],
+        *[(r"\boxed{}", "18", 0.0), (r"\boxed{18} <answer>17</answer>", "18", 0.0)],
+        (r"\boxed{18}<answer>18", "18", 0.0),
         *[(r"<answer>18</answer> \boxed{17}", "18", 2.0), (r"\boxed{18}", r"\boxed{18}", 2.0)],
         *[("<answer>18</answer>", r"\boxed{17}, or \boxed{18}.", 2.0), ("<answer></answer>", r"\boxed{}", 0.0)],
         *[("<answer>18.0</answer>", "So it is 18. " * 200 + r"\boxed{18}", 1.5)],

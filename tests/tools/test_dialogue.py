@@ -153,17 +153,6 @@ def test_whatever_a_tool_does_is_an_answer(talks, kind, answer):
     assert talk.dialogue.outcome.tool_failures == isinstance(answer, dict)
 
 
-def test_a_long_answer_is_cut_and_says_so(open_talks):
-    talks = open_talks(tools=["odd"], max_tool_response_length=50)
-    talk = talks.begin()
-    began = time.monotonic()
-    (told,) = answers_in(talk.say(call("odd", kind="long")))
-    assert told == "x" * 50 + "... (9999950 more characters)"
-    assert time.monotonic() - began < 5
-    (told,) = answers_in(talk.say(call("odd", kind="y" * 200)))
-    assert told == "null"
-
-
 def test_sync_calls_of_all_completions_run_in_one_thread_one_at_a_time(talks):
     running = [talks.begin() for _ in range(8)]
     ids = talks.tokenizer(call("add", a=1, b=1), add_special_tokens=False)["input_ids"] + [talks.tokenizer.eos_token_id]
