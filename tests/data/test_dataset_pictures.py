@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 import json
-import logging
 
 import datasets
 import numpy as np
@@ -99,26 +98,21 @@ def test_every_form_of_a_picture_is_read_as_the_datasets_own_bytes(tmp_path, qwe
     (tmp_path / "shown/2.jpg").write_bytes(JPEG)
     (tmp_path / "2.jpg").write_bytes(JPEG)
     feature = {"question": datasets.Value("string"), "answer": datasets.Value("string")}
-    of_hub = datasets.Dataset.from_list(
-        [row([{"bytes": PNG, "path": "a.png"}, {"bytes": JPEG, "path": None}])],
-        features=datasets.Features(feature | {"images": datasets.List(datasets.Image())}),
-    )
-    of_hub.to_parquet(tmp_path / "list.parquet")
-    of_hub = datasets.Dataset.from_list(
-        [row(Image.open(io.BytesIO(PNG)), column="image")],
-        features=datasets.Features(feature | {"image": datasets.Image()}),
-    )
-    of_hub.to_parquet(tmp_path / "single.parquet")
+    several = [{"bytes": PNG, "path": "a.png"}, {"bytes": JPEG, "path": None}], datasets.List(datasets.Image())
+    for column, (value, kind) in {"images": several, "image": (Image.open(io.BytesIO(PNG)), datasets.Image())}.items():
+        features = datasets.Features(feature | {column: kind})
+        of_hub = datasets.Dataset.from_list([row(value, column=column)], features=features)
+        of_hub.to_parquet(tmp_path / f"{column}.parquet")
     write(tmp_path / "bytes.parquet", [row(PNG, column="image"), row(None, column="image")])
     write(tmp_path / "paths.jsonl", [row(["shown/1.png", str(tmp_path / "2.jpg")]), row([]), row(None)])
     write(tmp_path / "path.jsonl", [row("shown/2.jpg", column="image")])
-    expected = {"list.parquet": [(PNG, JPEG)], "bytes.parquet": [(PNG,), ()], "path.jsonl": [(JPEG,)]}
+    expected = {"images.parquet": [(PNG, JPEG)], "bytes.parquet": [(PNG,), ()], "path.jsonl": [(JPEG,)]}
     expected["paths.jsonl"] = [(PNG, JPEG), (), ()]
     for name, pictures in expected.items():
         examples = qwen.load(tmp_path / name)
         assert [pictures_of(example.prompt_ids) for example in examples] == pictures, name
         assert [isinstance(example.prompt_ids, PicturedPrompt) for example in examples] == [*map(bool, pictures)]
-    (only,) = qwen.load(tmp_path / "single.parquet")
+    (only,) = qwen.load(tmp_path / "image.parquet")
     assert np.array_equal(open_picture(*pictures_of(only.prompt_ids)), open_picture(PNG))
 
 
@@ -276,12 +270,6 @@ def test_pictures_that_are_no_part_of_the_prompt_stay_encoded_too(tmp_path, qwen
     assert "<image>?" in first.prompt and type(first.prompt_ids) is list
     assert isinstance(first.columns[name], EncodedPicture) and second.columns[name] is None
     assert np.array_equal(copy.deepcopy(first.columns[name]), open_picture(PNG))
-
-
-def test_the_log_says_whether_pictures_were_found(tmp_path, qwen, caplog):
-    with caplog.at_level(logging.INFO):
-        qwen.load(write(tmp_path / "rows.parquet", [row([PNG]), row([]), row([PNG, JPEG])]))
-    assert "train: 2 of 3 prompts have pictures, by column 'images'" in caplog.text
 
 
 def test_examples_are_in_the_order_of_the_rows(tmp_path, qwen):

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, thinking_model
+from conftest import ENVIRONMENT, REPOSITORY
 from processes import end_by_ctrl_c, left_of
 from trainer_runs import finish, lines
 from trainer_runs import options as trainer_options
@@ -230,19 +230,6 @@ def test_a_single_file_is_taken_whole(main, capsys, model_folder, data_folder):
     file = data_folder / "test.jsonl"
     assert main(*options(model_folder, file, eval_samples=0, max_completion_length=1, sequences_per_generate=256)) == 0
     assert f"{model_folder} on 256 problems of {file}\n" in capsys.readouterr().out
-
-
-def test_the_template_is_told_what_the_settings_say(main, model_folder, data_folder, tmp_path):
-    folder = thinking_model(model_folder, tmp_path / "thinking")
-    arguments = options(folder, data_folder, max_completion_length=1, eval_samples=2, output=tmp_path / "off")
-    assert main(*arguments, '--chat_template_kwargs={"enable_thinking": false}') == 0
-    _, off = result(tmp_path / "off")
-    # The settings that it wrote ask the same again.
-    again = ["--config", str(tmp_path / "off/config.yaml"), "--output", str(tmp_path / "again")]
-    assert main(*again) == 0 and result(tmp_path / "again")[1] == off
-    assert main(*arguments, "--output", str(tmp_path / "on")) == 0
-    _, on = result(tmp_path / "on")
-    assert [answer["prompt"] for answer in on] == [answer["prompt"] + "<think>\n" for answer in off]
 
 
 @pytest.mark.slow

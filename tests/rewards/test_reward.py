@@ -273,10 +273,8 @@ def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
 
 @pytest.mark.parametrize("begin", ["assistant\n", "<|Assistant|>", "[/INST]", "Write <think> first.\nassistant\n"])
 @graded(
-    ("x</think><answer>4</answer>", 0.8),
-    ("<think>x</think><answer>4</answer>", 0.6),
-    ("<answer>4</answer>", 0.6),
-    ("<answer>4</answer>x</think>", 0.4),
+    *[("x</think><answer>4</answer>", 0.8), ("<think>x</think><answer>4</answer>", 0.6)],
+    *[("<answer>4</answer>", 0.6), ("<answer>4</answer>x</think>", 0.4)],
 )
 def test_a_thought_that_the_prompt_begins_is_open(begin, completion, expected):
     for thought in ("<think>\nLet me", "<think>\nIf a < b\nthen "):

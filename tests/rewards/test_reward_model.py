@@ -69,16 +69,9 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 def qwen2(folder: Path, pad: bool, labels: int = 1) -> Path:
     torch.manual_seed(7)
     tokenizer = build_tokenizer(seed=0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=tokenizer.pad_token_id if pad else None,
-        num_labels=labels,
-        initializer_range=0.2,
-        dtype="float32",
-        **SIZES,
-    )
+    shape = {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "max_position_embeddings": 128, **SIZES}
+    shape |= {"pad_token_id": tokenizer.pad_token_id if pad else None, "num_labels": labels}
+    config = Qwen2Config(initializer_range=0.2, dtype="float32", **shape)
     if not pad:
         tokenizer.pad_token = None
     return save(Qwen2ForSequenceClassification(config), tokenizer, folder)

@@ -108,16 +108,8 @@ def test_a_head_is_the_models_own_again_after_a_failure(tokenizer):
 
 def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
     plain = sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5)
-    settings = GenerationConfig(
-        top_k=1,
-        top_p=0.1,
-        temperature=0.1,
-        repetition_penalty=5.0,
-        no_repeat_ngram_size=1,
-        suppress_tokens=list(range(200)),
-        min_new_tokens=9,
-        do_sample=True,
-    )
+    settings = {"top_k": 1, "top_p": 0.1, "temperature": 0.1, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1}
+    settings = GenerationConfig(**settings, suppress_tokens=[*range(200)], min_new_tokens=9, do_sample=True)
     monkeypatch.setattr(model, "generation_config", settings)
     assert sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5) == plain
     assert model.generation_config is settings  # and it is there again, to be saved with the model

@@ -280,14 +280,8 @@ def test_no_more_is_computed_than_rows_that_draw_and_each_answer_once(qwen, toke
     assert answers > 50
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0, 5.0, 6.0, 8.0],
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 8.0]}
 
 
 @pytest.mark.parametrize("make", [continuous, plain])

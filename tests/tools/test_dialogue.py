@@ -27,8 +27,7 @@ def add(a: int, b: int) -> int:
 
     Args:
         a: the first
-        b: the second
-    """
+        b: the second"""
     THREADS.add(threading.get_ident())
     assert not RUNNING, "another call is running"
     RUNNING.append(a)
@@ -40,8 +39,7 @@ def odd(kind: str):
     """Return or raise something.
 
     Args:
-        kind: what
-    """
+        kind: what"""
     match kind:
         case "raise": raise KeyError("a mistake")
         case "empty": raise ValueError
@@ -69,8 +67,7 @@ async def wait(seconds: float) -> str:
     """Wait.
 
     Args:
-        seconds: how long
-    """
+        seconds: how long"""
     await asyncio.sleep(seconds)
     if seconds < 0:
         raise ValueError("no such time")
@@ -176,8 +173,7 @@ def sort(numbers: list[int]) -> list:
     """Sort.
 
     Args:
-        numbers: some
-    """
+        numbers: some"""
     numbers.sort()
     numbers.append(float("nan"))
     return numbers
@@ -186,8 +182,7 @@ async def tag(row: dict) -> str:
     """Tag.
 
     Args:
-        row: it
-    """
+        row: it"""
     row["cells"][0]["seen"] = {1, 2}
     return "tagged"
 
@@ -199,8 +194,7 @@ class Bag:
         """Keep.
 
         Args:
-            things: some
-        """
+            things: some"""
         self.things = things
         things.append("more")
         return "kept"

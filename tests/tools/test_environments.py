@@ -19,16 +19,13 @@ class Guess:
     """Guess a number: up or down."""
 
     is_verdict = True
-
     def __init__(self):
         MADE.append(self)
         ALIVE.add(self)
-
     def reset(self, columns):
         GIVEN.append(columns)
         self.number, columns["number"] = columns["number"], None
         return columns.get("first", "Guess!")
-
     def step(self, text):
         if text == "raise":
             raise KeyError("a mistake")
@@ -40,7 +37,6 @@ class Guess:
         if guess == self.number:
             return "right", 1.0, True
         return ("higher" if guess < self.number else "lower"), -0.25, False
-
     def close(self):
         CLOSED.append(self)
         ALIVE.remove(self)
@@ -67,58 +63,46 @@ class Count:
     """TRL's form."""
 
     shared = 0
-
     def reset(self, start, **kwargs):
         ALIVE.add(self)
         self.value = start
         self.asked = kwargs
         return kwargs.get("first")
-
     def increase(self, by: int) -> int:
         """Increase the value.
 
         Args:
-            by: how much
-        """
+            by: how much"""
         if by > 100:
             raise ValueError("too much")
         self.value += by
         return self.value
-
     async def double(self) -> int:
         """Double the value."""
         self.value *= 2
         return self.value
-
     @staticmethod
     def name(of: int) -> str:
         """Name a number.
 
         Args:
-            of: which
-        """
+            of: which"""
         return "one" if of == 1 else "many"
-
     @classmethod
     def share(cls, more: int) -> int:
         """Share more.
 
         Args:
-            more: how much
-        """
+            more: how much"""
         cls.shared += more
         return cls.shared
-
     @property
     def late(self):
         raise AttributeError("it has no value yet")
-
     def _hidden(self):
         pass
-
     async def get_reward(self):
         return self.value / 2
-
     def close(self):
         CLOSED.append(self)
         ALIVE.remove(self)
@@ -126,7 +110,6 @@ class Count:
 class Silent:
     def reset(self, **kwargs):
         pass
-
     def look(self) -> dict:
         """Look."""
         return {"seen": True}
@@ -140,8 +123,7 @@ def add(a: int, b: int) -> int:
 
     Args:
         a: first
-        b: second
-    """
+        b: second"""
     return a + b
 
 class Nothing:

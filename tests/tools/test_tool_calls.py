@@ -214,8 +214,7 @@ def add(a: int, b: float = 0.5, note: str | None = None) -> float:
     Args:
         a: the first
         b: the second
-        note: what for
-    """
+        note: what for"""
     return a + b
 
 def choose(what: Literal["red", "blue"], sizes: list[int], yes: bool, more: dict) -> str:
@@ -225,8 +224,7 @@ def choose(what: Literal["red", "blue"], sizes: list[int], yes: bool, more: dict
         what: a colour
         sizes: some
         yes: whether
-        more: anything
-    """
+        more: anything"""
     return what
 
 def now() -> str:
@@ -237,8 +235,7 @@ def unhinted(a):
     """Do.
 
     Args:
-        a: it
-    """
+        a: it"""
 
 def undocumented(a: int): pass
 

@@ -21,16 +21,14 @@ def do(what: str) -> str:
     """Do something.
 
     Args:
-        what: it
-    """
+        what: it"""
     return act(what)
 
 async def wait(seconds: float) -> int:
     """Wait.
 
     Args:
-        seconds: how long
-    """
+        seconds: how long"""
     await asyncio.sleep(seconds)
     return os.getpid()
 
@@ -77,8 +75,7 @@ class Methods:
         """Increase.
 
         Args:
-            by: how much
-        """
+            by: how much"""
         if by == 0:
             time.sleep(600)
         self.value += by

@@ -102,9 +102,3 @@ def test_processes_change_nothing(sampled):
 def test_an_environment_that_fails_ends_the_sampling_and_all_are_closed(sampled, kind):
     with pytest.raises(RewardError, match="step failed: ValueError.'the second turn'"):
         sampled(kind, [{}, {"fails": True}])
-
-
-@pytest.mark.parametrize("turns", [1, 2])
-def test_the_turns_are_limited(sampled, turns):
-    rollouts, _, _ = sampled(ContinuousSampler, [{}, {}], max_turns=turns)
-    assert max(sum(m["role"] == "assistant" for m in r.outcome.messages) for r in rollouts) == turns

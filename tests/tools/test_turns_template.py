@@ -144,10 +144,7 @@ def test_without_a_template_an_environment_says_its_text_alone():
         ("gemma", "leaves out the tools"),
         (TEMPLATES["qwen2"] + "{% if %}", "refuses them (Expected an expression"),
         ("{% if tools %}{{ raise_exception('none\n here') }}{% endif %}", "refuses them (none here)"),
-        (
-            TEMPLATES["qwen2"].replace("'<|im_end|>\n'", "'\n'"),
-            "ends a turn with none of <|im_end|>, as the model does",
-        ),
+        (TEMPLATES["qwen2"].replace("'<|im_end|>\n'", "'\n'"), "ends a turn with none of <|im_end|>, as the model"),
         (TEMPLATES["qwen2"].replace("m.content + '\n</tool", "'\n</tool"), "leaves out the answers"),
         (TEMPLATES["qwen2"].replace("m.tool_calls or []", "[]"), "leaves out the turns that answers follow"),
         (TEMPLATES["qwen2"].replace("{{ '\n<tool_response>", "{{ raise_exception('no tools') }}{{ '"), "refuses them"),
