@@ -231,7 +231,7 @@ def test_what_fails_in_a_process_ends_the_run_as_in_the_trainer(talks):
     talk = games.begin()
     with pytest.raises(RewardError, match=r"environment='.*:Game': step failed: KeyError\('a mistake'\)") as caught:
         talk.say("raise")
-    assert "in act\n    raise KeyError" in caught.value.traceback and "grpo/" not in caught.value.traceback
+    assert 'case "raise": raise KeyError' in caught.value.traceback and "grpo/" not in caught.value.traceback
     talk.dialogue.close()
     with pytest.raises(RewardError, match="reset gave no answer within 1 s, as the data was read"):
         games.turns.observe({"at_reset": "hang"})
