@@ -41,7 +41,6 @@ class WorkerState:
     reason: str = ""  # why its last upload was refused, or why it is suspended
     drift: float | None = None
     """mean distance of its log-probs from the trainer's, in the last step with groups of it, in nats a token"""
-    revoked: set[Key] = field(default_factory=set)  # what it draws for leases that were ended: no result is wanted
     is_suspended: bool = False  # it gets no more tasks until its process is started again
 
     @property
@@ -74,8 +73,7 @@ class Leases:
         with self.changed:
             worker = self._worker(lease.worker, lease)
             named, before = {(group, attempt) for group, attempt in lease.holds}, worker.holds
-            worker.revoked &= named
-            worker.holds = named - (self.held() - before) - worker.revoked
+            worker.holds = named - (self.held() - before)
             if before - named:
                 self.changed.notify_all()
             return worker
@@ -104,26 +102,15 @@ class Leases:
         with self.changed:
             return self._workers.get(name)
 
-    def revoke(self, keys: Iterable[Key]) -> None:
-        """End the leases of these tasks: the results of those leases are not wanted."""
-        with self.changed:
-            keys = set(keys)
-            for worker in self._workers.values():
-                worker.revoked |= worker.holds & keys
-                worker.holds -= keys
-            self.changed.notify_all()
-
     def uploaded(self, name: str, keys: Iterable[Key], groups: int, tokens: int) -> None:
         """Note an upload of these tasks; the pool accepted so many groups with so many tokens."""
         with self.changed:
             for worker in self._workers.values():
                 worker.holds.difference_update(keys)
-            if (worker := self._workers.get(name)) is not None:
-                worker.revoked.difference_update(keys)
-                if groups:
-                    worker.seen = worker.uploaded = time.monotonic()
-                    worker.groups, worker.tokens = worker.groups + groups, worker.tokens + tokens
-                    worker.refused_in_a_row = 0
+            if groups and (worker := self._workers.get(name)) is not None:
+                worker.seen = worker.uploaded = time.monotonic()
+                worker.groups, worker.tokens = worker.groups + groups, worker.tokens + tokens
+                worker.refused_in_a_row = 0
             self.changed.notify_all()
 
     def refused(self, name: str, keys: Iterable[Key], reason: str) -> None:

@@ -71,14 +71,16 @@ class PoolService(Service):
     def add_version(self, version: Version) -> None:
         """Keep a version of the policy. Raises ProtocolError, 409, if one of its files is missing."""
         with self._storing, self.leases.changed:  # no worker may lease, or send, a task that is being removed
-            self.leases.revoke(self.store.add_version(version))
+            self.store.add_version(version)
+            self.leases.changed.notify_all()
 
     def put_tasks(self, body: bytes) -> int:
         """Keep tasks; return their number. Raises ProtocolError, 409, for tasks of another run."""
         with self._storing:
             tasks = decode_tasks(body, self.store.run().vocab_size)
             with self.leases.changed:
-                self.leases.revoke(self.store.put_tasks(tasks))
+                self.store.put_tasks(tasks)
+                self.leases.changed.notify_all()
         return len(tasks)
 
     def lease(self, lease: Lease, is_gone: Callable[[], bool]) -> bytes:
@@ -113,8 +115,7 @@ class PoolService(Service):
         is kept then.
         """
         check_name("worker", worker)
-        if (known := self.leases.find(worker)) is not None:
-            self._check_welcome(known)
+        self._check_welcome(self.leases.find(worker))
         run = self.store.run()
         with self._storing:
             groups, weights = decode_results(body)
@@ -122,11 +123,9 @@ class PoolService(Service):
             answers, wanted = [], {}
             for drawn in groups:
                 task, result = self.store.find_task(drawn.key)
-                is_revoked = known is not None and drawn.key in known.revoked
-                is_void = is_revoked or not replaced.isdisjoint(chain(*drawn.versions))
                 if result is not None or drawn.key in wanted:
                     answers.append("already there")
-                elif task is None or is_void:
+                elif task is None or not replaced.isdisjoint(chain(*drawn.versions)):
                     answers.append("not wanted")
                 else:
                     answers.append("accepted")
@@ -204,7 +203,7 @@ class PoolService(Service):
                 items = find()
         return items
 
-    def _check_welcome(self, worker: WorkerState) -> None:
-        if worker.is_suspended:
+    def _check_welcome(self, worker: WorkerState | None) -> None:
+        if worker is not None and worker.is_suspended:
             message = f"worker {worker.name[:80]} is suspended: {worker.reason[:250]}: mend and restart it"
             raise ProtocolError(403, "set_apart", message)

@@ -85,15 +85,9 @@ class Files:
 
     def read(self, sha256: str, start: int, end: int) -> bytes:
         """Return the bytes of a complete file from `start` to before `end`; empty if it was dropped."""
-        with self._database.lock:
-            rows = self._database.rows(
-                "SELECT start, data FROM pieces WHERE sha256 = ? AND start < ? AND start + length(data) > ? "
-                "ORDER BY start",
-                sha256,
-                end,
-                start,
-            )
-            return b"".join(memoryview(data)[max(0, start - at) : end - at] for at, data in rows)
+        overlapping = "SELECT start, data FROM pieces WHERE sha256 = ? AND start < ? AND start + length(data) > ?"
+        rows = self._database.rows(f"{overlapping} ORDER BY start", sha256, end, start)
+        return b"".join(memoryview(data)[max(0, start - at) : end - at] for at, data in rows)
 
     def drop_unused(self, used: Set[str], gone: Set[str]) -> None:
         """Delete, in the caller's transaction, unused files: those whose last user is gone, and abandoned ones."""
@@ -162,28 +156,22 @@ class Store:
 
     # Versions
 
-    def add_version(self, version: Version) -> list[tuple[int, int]]:
-        """Keep a version. Return the tasks whose leases end.
+    def add_version(self, version: Version) -> None:
+        """Keep a version.
 
         If the pool has, or had, this number with other weights, the run was resumed from an earlier checkpoint: that
-        version and the later ones are deleted, with the completions that they drew, and the leases of their tasks end.
-        Raises ProtocolError, 409, if a file is missing.
+        version and the later ones are deleted, with the completions that they drew. Raises ProtocolError, 409, if a
+        file is missing.
         """
         with self.database.transaction():
             weights, known = self.find_version(version.version)
             is_other = weights not in (None, version.sha256)
             if known is not None and not is_other and (known.whole or not version.whole):
-                return []
+                return
             self._check_files(version)
-            removed, void = [], []
+            removed = []
             if is_other:
                 removed = [other for other in self.versions() if other.version >= version.version]
-                # With newest weights, a completion of any leased task may have tokens of the deleted versions.
-                void = self.database.rows(
-                    "SELECT group_id, attempt FROM tasks WHERE version >= ?1 OR (?2 AND drawn IS NULL)",
-                    version.version,
-                    self._takes_newest(),
-                )
                 self.database.sql("DELETE FROM versions WHERE version >= ?", version.version)
                 # The trainer may have put this version's tasks before it has sent the version: they stay, undrawn.
                 later = "version > ?1 OR (version = ?1 AND attempt > 0)"
@@ -195,7 +183,6 @@ class Store:
                 version = replace(known, whole=True)
             self.database.store("versions", version.version, version.sha256, version.to_json())
             self._drop_files_of(removed)
-        return void
 
     def versions(self) -> list[Version]:
         """Return all versions, the oldest first."""
@@ -241,24 +228,16 @@ class Store:
 
     # Tasks and results
 
-    def put_tasks(self, tasks: Sequence[Task]) -> list[tuple[int, int]]:
-        """Keep tasks. Return those that were stored with another version: they are to be drawn again.
-
-        Raises ProtocolError, 409, for a task that is stored with another prompt or row; none is kept then.
-        """
-        changed = []
+    def put_tasks(self, tasks: Sequence[Task]) -> None:
+        """Keep tasks. Raises ProtocolError, 409, for one that is stored with other content; none is kept then."""
         with self.database.transaction():
             for task in tasks:
                 known, _ = self.find_task(task.key)
                 if known is None:
                     self._store_task(task)
-                elif (known.prompt_ids, known.columns) != (task.prompt_ids, task.columns):
-                    reason = f"group {task.group} has another prompt or row in the pool file: its run had other data"
+                elif known != task:
+                    reason = f"group {task.group} has another prompt, row or version in the pool file"
                     raise ProtocolError(409, "other_run", f"{reason}: start the pool with another --pool_file")
-                elif known.version != task.version:
-                    self._store_task(task)
-                    changed.append(task.key)
-        return changed
 
     def open_tasks(self, limit: int) -> list[Task]:
         """Return the first tasks without a result that a stored version may draw, by version, group and attempt."""

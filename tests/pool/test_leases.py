@@ -27,30 +27,15 @@ def test_a_worker_keeps_what_it_holds_when_the_pool_restarts_unless_another_has_
     assert {worker.name: worker.holds for worker in leases.workers()} == {"a": {(0, 0)}, "b": {(5, 0)}}
 
 
-def test_what_was_drawn_is_nobodys_and_a_lease_that_was_ended_is_not_wanted(leases):
+def test_what_was_drawn_is_nobodys(leases):
     lease(leases, "a", (0, 0), (1, 0))
     lease(leases, "b", (2, 0))
     leases.uploaded("b", [(0, 0)], 1, 12)  # a was slow
     assert leases.held() == {(1, 0), (2, 0)}
-    leases.revoke([(1, 0), (3, 0)])
-    assert leases.held() == {(2, 0)} and leases.find("a").revoked == {(1, 0)} and not leases.find("b").revoked
-    leases.seen(says("a", (1, 0)))  # it is drawing still
-    assert leases.held() == {(2, 0)} and leases.find("a").revoked == {(1, 0)}
-    leases.grant("b", [(1, 0)])
-    leases.seen(says("b", (2, 0), (1, 0)))
-    assert leases.held() == {(2, 0), (1, 0)}
-    leases.uploaded("a", [(1, 0)], 0, 0)
-    assert not leases.find("a").revoked
+    leases.uploaded("a", [(1, 0)], 0, 0)  # it was not wanted
+    assert leases.held() == {(2, 0)}
     a, b = sorted(leases.workers(), key=lambda worker: worker.name)
     assert (a.groups, a.tokens, a.uploaded) == (0, 0, None) and (b.groups, b.tokens) == (1, 12) and b.uploaded
-
-
-def test_a_lease_that_was_ended_can_be_had_anew(leases):
-    lease(leases, "a", (1, 0))
-    leases.revoke([(1, 0)])
-    leases.seen(says("a"))  # it has given it up
-    leases.grant("a", [(1, 0)])
-    assert not leases.find("a").revoked and leases.held() == {(1, 0)}
 
 
 def test_three_refusals_in_a_row_set_a_worker_apart(leases):
