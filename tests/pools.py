@@ -88,7 +88,7 @@ class Trainer:
             for weight in self.model.parameters():
                 weight += 0.05 * torch.randn_like(weight) * (torch.rand_like(weight) < 0.05)
 
-    def publish(self, number: int, whole: bool = True, delta: bool = False, **changes) -> Version:
+    def publish(self, number: int, whole: bool = True, delta: bool = False) -> Version:
         """Send the policy as this version, as a whole file or as the delta from the last version, or both."""
         new, old, between = (self.folder / name for name in ("new", "old", "between"))
         sha256, base, delta_sha256 = write_weights(new, named_weights(self.model)), None, None
@@ -98,8 +98,7 @@ class Trainer:
             self.client.send_file(between, delta_sha256)
         if whole:
             self.client.send_file(new, sha256)
-        settings = {"base": base, "delta": delta_sha256, "probe": self.probe()} | changes
-        version = Version(number, sha256, new.stat().st_size, whole, **settings)
+        version = Version(number, sha256, new.stat().st_size, whole, base, delta_sha256, self.probe())
         self.client.put_version(version)
         shutil.move(new, old)
         self.number = number

@@ -117,8 +117,8 @@ def test_a_pool_that_refuses_after_a_while_is_not_away_any_more(monkeypatch, cap
 
         with suppress(ResultRefused):
             patience(send)
-    said = "http://pool is away; asking again for 20 s"
-    assert caplog.messages == [said, said, "http://pool answers again"]
+    line = "http://pool is away; asking again for 20 s"
+    assert caplog.messages == [line, line, "http://pool answers again"]
 
 
 def test_what_the_pool_refuses_is_sorted_by_what_helps(pool, tmp_path):

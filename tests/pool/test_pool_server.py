@@ -191,9 +191,9 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
         named = read_tensors(answer.body)[1]
         return [task.key for task in decode_tasks(answer.body, RUN.vocab_size)], named["version"], named["sha256"]
 
-    def send(task: Task, *versions: int):
+    def send(task: Task, *versions: int, weights=None):
         ids = [[3, 4, 5, 2], [5, 6, 7, 8]]
-        return pool.send(GroupResult(*task.key, ids, [[-0.5] * 4] * 2, [[*versions]] * 2))
+        return pool.send(GroupResult(*task.key, ids, [[-0.5] * 4] * 2, [[*versions]] * 2), weights=weights)
 
     assert newest(0) == ([], "1", sha(weights(1)))
     assert newest(2) == ([(0, 0), (1, 0)], "1", sha(weights(1)))
@@ -205,7 +205,7 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     assert "by versions [1, 2]: the" in pool.results(wrong, name="x").refusal[2]
     old = dict(pool.weights)
     pool.put_version(2, salt=7)  # the run went back: what is being drawn may have tokens of what is gone
-    assert send(TASKS[1], 1, 1, 1, 2) == ["not wanted"]
+    assert send(TASKS[1], 1, 1, 1, 2, weights=old) == ["not wanted"]
     assert pool.take((0, 0)) == []  # it had such tokens
     assert newest(9) == ([task.key for task in TASKS], "2", sha(weights(9)))
     newer = replace(wrong, versions=[[1, 1, 2, 2]] * 2)
@@ -301,41 +301,28 @@ def test_a_worker_that_draws_by_other_weights_than_it_says_is_set_apart(begun, c
         assert begun.post("drift", json.dumps(damaged).encode()).refusal[:2] == (400, "malformed")
 
 
-def test_what_was_drawn_with_weights_that_went_is_not_wanted(begun):
+@pytest.mark.parametrize(("is_dropped", "starts_again"), [(False, False), (False, True), (True, True)])
+def test_what_replaced_weights_drew_is_not_wanted(begun, is_dropped, starts_again):
     """The run goes on from an earlier checkpoint and makes version 0 anew, while a worker draws by the old one."""
-    assert begun.lease("old", room=2) == TASKS[:2]
-    assert begun.send(drawn(TASKS[1]), name="old") == ["accepted"]
-    begun.put_version(0, salt=100)
-    assert begun.take((1, 0)) == []
-    assert begun.lease("old", room=0, holds=[(0, 0)]) == []
-    assert begun.send(drawn(TASKS[0]), name="old") == ["not wanted"]
-    assert begun.lease("old", room=2) == TASKS[:2]
-    assert begun.send(*map(drawn, TASKS[:2]), name="old") == ["accepted"] * 2
-
-
-@pytest.mark.parametrize("is_dropped", [False, True])
-def test_what_replaced_weights_drew_is_not_wanted_where_the_pool_has_forgotten_its_lease(begun, is_dropped):
     assert begun.lease("old", room=2) == TASKS[:2] and begun.send(drawn(TASKS[1]), name="old") == ["accepted"]
     begun.put_version(1)
     old = dict(begun.weights)
     if is_dropped:
         assert begun.post("needed", version=1).status == 200
-    begun.service.close()
-    begun.start()
+    if starts_again:  # it has forgotten its leases
+        begun.service.close()
+        begun.start()
     begun.put_version(0, salt=100)
     assert begun.take((1, 0)) == []
-    assert begun.lease("old", holds=[(0, 0)]) == TASKS[1:2]  # it holds the other one again
+    assert begun.lease("old", holds=[(0, 0)]) == TASKS[1:2]  # it holds the other one
     assert begun.send(drawn(TASKS[0]), name="old", weights=old) == ["not wanted"]
     assert begun.lease("another") == TASKS[:1]
     assert begun.send(*map(drawn, TASKS[:2]), name="old") == ["accepted"] * 2
 
 
 def test_a_result_names_the_weights_that_drew_it(begun):
-    of_older_release = begun.post("results", encode_drawn([drawn(TASKS[0])]), worker="w").refusal
-    assert (
-        of_older_release[:2] == (400, "malformed")
-        and "has no weights as JSON: update the worker" in of_older_release[2]
-    )
+    status, code, message = begun.post("results", encode_drawn([drawn(TASKS[0])]), worker="w").refusal
+    assert (status, code) == (400, "malformed") and "has no weights as JSON: update the worker" in message
     refusal = begun.results(drawn(TASKS[0]), weights={1: begun.weights[0]}).refusal
     assert refusal == (400, "malformed", "weights in the metadata: version 0 is missing")
     for weights_sent in ("[1]", "{", '[["0", 5]]', '[[0, "f"]]', "[" * 10**5):

@@ -16,7 +16,6 @@ from rounding import assert_rounded
 from servers import wait_until
 from transformers import GenerationConfig
 
-from grpo.client.server_errors import ServersUnavailable
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
 from grpo.data.records import Example, Rollout
@@ -329,18 +328,8 @@ def test_a_pool_that_goes_and_comes_back_costs_time_only(model_folder, tmp_path,
                 trainer.wait(tasks)
                 wait_until(lambda: "answers again" in caplog.text)  # once every thread of the worker has its answer
                 assert not ended
-                said = [record.getMessage() for record in caplog.records if record.name == "grpo.pool.client"]
-    assert len(said) == 2 and "asking again" in said[0] and said[1] == f"{pool.url} answers again"
-
-
-def test_a_pool_that_stays_away_ends_the_worker(pool, trainer, tmp_path):
-    trainer.publish(0)
-    with working(pool, tmp_path / "worker", PlainEngine(), pool_deadline=0.5) as (_, ended):
-        trainer.wait(trainer.put_tasks(0, range(2)))
-        pool.end()
-        wait_until(lambda: ended)
-    assert isinstance(ended[0], ServersUnavailable)
-    assert str(ended[0]).startswith(f"no answer from {pool.url} for 0 s (it cannot be reached")
+                lines = [record.getMessage() for record in caplog.records if record.name == "grpo.pool.client"]
+    assert len(lines) == 2 and "asking again" in lines[0] and lines[1] == f"{pool.url} answers again"
 
 
 def test_a_pool_with_another_run_ends_the_worker(trainer, pool, model_folder, tmp_path):

@@ -133,8 +133,8 @@ def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, model, t
             assert distance(trainer, tasks, 600.0) < 1e-4
             if version == 1:
                 engine_of(worker).kill()
-    said = (tmp_path / "log").read_text()
-    assert "starting it again" in said and said.count("groups at a time") == 2, said
+    log = (tmp_path / "log").read_text()
+    assert "starting it again" in log and log.count("groups at a time") == 2, log
 
 
 @needs_vllm

