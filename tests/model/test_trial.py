@@ -164,7 +164,7 @@ def test_a_model_that_does_not_leave_out_padding_is_not_sampled_from(dtype, toke
 def test_layers_that_draw_long_rows_from_other_keys_are_refused(said, tokenizer):
     model = build(BLOCKS[said])
     make_batcher(model, 0)  # a server may score with it
-    with pytest.raises(ConfigError, match=f"^{said}, with which a token is drawn .*: use another model$"):
+    with pytest.raises(ConfigError, match=f"^{said}: in long rows a token is drawn .*: use another model$"):
         make_sampler(model, tokenizer, 8)
 
 

@@ -222,7 +222,7 @@ def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
 
 @pytest.mark.parametrize("name", ["some/mine.py", "./nowhere", "/nowhere/at/all", "a/b/c"])
 def test_what_is_none_of_them_is_refused(name):
-    with pytest.raises(ConfigError, match=f"^reward_funcs='{name}': no such folder: name a folder with a reward model"):
+    with pytest.raises(ConfigError, match=f"^reward_funcs='{name}': no such folder: name a reward model"):
         load_reward_funcs([name])
 
 
