@@ -36,8 +36,7 @@ class StepSize:
     """The size of a whole optimizer step, over all micro-batches and ranks."""
 
     sequences: int
-    tokens: int
-    """completion tokens of these sequences"""
+    tokens: int  # completion tokens of these sequences
     high_entropy_tokens: int | None = None
     """tokens in the policy term and the entropy bonus, if top_entropy_quantile is below 1; None: all"""
 
@@ -46,22 +45,15 @@ class StepSize:
 class Tokens:
     """The inputs of the loss: T completion tokens of S sequences, one sequence after the other."""
 
-    lengths: torch.Tensor
-    """int64 [S] tokens of each sequence, may be 0"""
-    advantages: torch.Tensor
-    """[S] advantage of each sequence"""
-    logprobs: torch.Tensor
-    """[T] log-probs of the policy, with gradient"""
-    entropy: torch.Tensor
-    """[T] entropy of the policy in nats, with gradient if the entropy bonus needs it"""
+    lengths: torch.Tensor  # int64 [S] tokens of each sequence, may be 0
+    advantages: torch.Tensor  # [S] advantage of each sequence
+    logprobs: torch.Tensor  # [T] log-probs of the policy, with gradient
+    entropy: torch.Tensor  # [T] entropy of the policy in nats, with gradient if the entropy bonus needs it
     old_logprobs: torch.Tensor | None = None
     """[T] log-probs of the policy before the first update on these tokens; None: it is the current policy"""
-    ref_logprobs: torch.Tensor | None = None
-    """[T] log-probs of the reference; None leaves out the KL"""
-    sampling_logprobs: torch.Tensor | None = None
-    """[T] the sampler's log-probs, NaN if unknown; None if unused"""
-    high_entropy: torch.Tensor | None = None
-    """bool [T] tokens in the policy term; None: all"""
+    ref_logprobs: torch.Tensor | None = None  # [T] log-probs of the reference; None leaves out the KL
+    sampling_logprobs: torch.Tensor | None = None  # [T] the sampler's log-probs, NaN if unknown; None if unused
+    high_entropy: torch.Tensor | None = None  # bool [T] tokens in the policy term; None: all
 
 
 def exp_bounded(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -91,23 +83,17 @@ _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 class LossInputs:
     """The inputs of a loss type: T completion tokens of S sequences, and the size of the whole step."""
 
-    logprobs: torch.Tensor
-    """[T] log-probs of the policy, with gradient"""
-    old_logprobs: torch.Tensor
-    """[T] log-probs of the policy before the first update on the tokens"""
+    logprobs: torch.Tensor  # [T] log-probs of the policy, with gradient
+    old_logprobs: torch.Tensor  # [T] log-probs of the policy before the first update on the tokens
     ratio: torch.Tensor
     """[T] probability ratio, exp(logprobs - old_logprobs), with gradient; with importance_sampling_level sequence the
     geometric mean of the sequence's ratios, at each of its tokens"""
-    advantages: torch.Tensor
-    """[T] advantage of the token's sequence"""
-    sequence_advantages: torch.Tensor
-    """[S] advantage of each sequence"""
-    entropy: torch.Tensor
-    """[T] entropy of the policy in nats"""
+    advantages: torch.Tensor  # [T] advantage of the token's sequence
+    sequence_advantages: torch.Tensor  # [S] advantage of each sequence
+    entropy: torch.Tensor  # [T] entropy of the policy in nats
     sampler_weights: torch.Tensor | None
     """[T] correction for another sampler (importance_sampling_mode), by which the policy term is multiplied later"""
-    lengths: torch.Tensor
-    """int64 [S] tokens of each sequence, may be 0"""
+    lengths: torch.Tensor  # int64 [S] tokens of each sequence, may be 0
     step: StepSize
     max_completion_length: int
 

@@ -37,23 +37,16 @@ class Server:
 
     def __init__(self, url: str):
         self.url = url
-        self.requests = self.tokens = 0
-        """requests and tokens in flight"""
-        self.speed = 0.0
-        """a moving average of tokens per second; 0 is not measured yet"""
-        self.active_since = 0.0
-        """time of the last answer, or of the request that ended an idle period"""
+        self.requests = self.tokens = 0  # requests and tokens in flight
+        self.speed = 0.0  # a moving average of tokens per second; 0 is not measured yet
+        self.active_since = 0.0  # time of the last answer, or of the request that ended an idle period
         self.last_outcome = "has not answered yet"
         """end of the last request, as the rest of a sentence that begins with "it" """
         self.in_rotation = True
-        self.restored_at = 0.0
-        """time of the last return to the rotation"""
-        self.failures = 0
-        """failures in a row: while there are any, the server gets one request at a time"""
-        self.has_trial_request = False
-        """True while that one request is in flight"""
-        self.other_model = ""
-        """fingerprint of a model that does not belong to this run"""
+        self.restored_at = 0.0  # time of the last return to the rotation
+        self.failures = 0  # failures in a row: while there are any, the server gets one request at a time
+        self.has_trial_request = False  # True while that one request is in flight
+        self.other_model = ""  # fingerprint of a model that does not belong to this run
 
     def seconds_to_answer(self, tokens: int, fastest: float) -> float:
         """Estimate when `tokens` more would be answered; `fastest` is the speed of the fastest server."""

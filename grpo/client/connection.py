@@ -40,14 +40,10 @@ Answer = TypeVar("Answer", LogprobsAnswer, RewardAnswer)
 class WeightsToSend:
     """A file of weights for the servers."""
 
-    file: Path
-    """the safetensors file"""
-    size: int
-    """the file's size in bytes"""
-    sha256: str
-    """the file's SHA-256 in hex"""
-    fingerprint: str
-    """the fingerprint of a model with these weights"""
+    file: Path  # the safetensors file
+    size: int  # the file's size in bytes
+    sha256: str  # the file's SHA-256 in hex
+    fingerprint: str  # the fingerprint of a model with these weights
 
 
 class Connection:
@@ -59,8 +55,7 @@ class Connection:
         self._per_thread = threading.local()
         self.fingerprint: str | None = None
         """fingerprint of the model that every answer must come from; None is any model"""
-        self.outdated: set[str] = set()
-        """fingerprints of the models that this run has replaced"""
+        self.outdated: set[str] = set()  # fingerprints of the models that this run has replaced
         self._verify = check_certificates(config.ref_ca_file)
 
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:

@@ -97,8 +97,7 @@ class ReferenceClient(TaskClient):
 
     def __init__(self, config: TrainerConfig, run: str = ""):
         super().__init__(config, "logprobs", config.ref_servers, wanted="log-probs", run=run)
-        self._alone = Deadline(0.0)
-        """while it has time left, groups share no request"""
+        self._alone = Deadline(0.0)  # while it has time left, groups share no request
 
     def wait_ready(self, any_version: bool = False) -> ModelInfo:
         """Wait until every server is ready and check that all serve the same model; return it.

@@ -28,10 +28,8 @@ class RequestFailure(Exception):
 
     def __init__(self, reason: str, retry_after: float = 0.0, other_model: str = ""):
         super().__init__(reason)
-        self.retry_after = retry_after
-        """seconds after which the server wants the next request; 0 if it named no time"""
-        self.other_model = other_model
-        """fingerprint of the server's model, if this run never had that model"""
+        self.retry_after = retry_after  # seconds after which the server wants the next request; 0 if it named no time
+        self.other_model = other_model  # fingerprint of the server's model, if this run never had that model
 
 
 class FileFailure(RequestFailure):

@@ -99,8 +99,7 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
         return self.beta > 0 and self.ref == "server" and is_unnamed and not self.dry_run
 
 
-MOST_RUNS = 10
-"""the number of colours on a page"""
+MOST_RUNS = 10  # the number of colours on a page
 
 
 @dataclass

@@ -17,13 +17,11 @@ from typing import Any
 
 from grpo.config.errors import ConfigError, did_you_mean
 
-Key = tuple[int | str, ...]
-"""the seed of a call's random numbers"""
+Key = tuple[int | str, ...]  # the seed of a call's random numbers
 
 _lock = threading.Lock()
 _running = 0
-_kept = ExitStack()
-"""restores the states before the first of the running calls"""
+_kept = ExitStack()  # restores the states before the first of the running calls
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from grpo.wire.rewards import Message
 if TYPE_CHECKING:
     from grpo.model.pictures import PictureProcessor
 
-MARK = "<image>"
-"""marks the place of a picture in a user's text"""
+MARK = "<image>"  # marks the place of a picture in a user's text
 
 # A message whose content is text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
 PartMessage = dict[str, Any]

@@ -17,8 +17,7 @@ from grpo.data.records import Example, Rollout
 from grpo.data.responder import Responder
 from grpo.model.pictures import PictureProcessor
 
-NEW = "/new"
-"""the line that begins a new conversation"""
+NEW = "/new"  # the line that begins a new conversation
 
 
 class NotAsked(ConfigError):

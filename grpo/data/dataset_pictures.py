@@ -15,8 +15,7 @@ from grpo.config.sampling_settings import DataSection
 from grpo.wire.logprobs import MOST_PICTURES, MOST_PIXELS_IN_ALL
 from grpo.wire.picture_files import MOST_PIXELS, SIGNATURES, EncodedPicture, PictureError, check_picture
 
-MOST_BYTES = 60 << 20
-"""most bytes of a prompt's pictures: a reference server takes requests of 64 MiB"""
+MOST_BYTES = 60 << 20  # most bytes of a prompt's pictures: a reference server takes requests of 64 MiB
 DEFAULT_COLUMNS = "image", "images"
 # What a PNG file can hold: any other mode is converted as it would be when the file is read.
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}

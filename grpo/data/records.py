@@ -18,31 +18,25 @@ from grpo.wire.tool_outcomes import Outcome, cut_segments
 class Example:
     """One problem of a dataset, ready to be sampled from."""
 
-    index: int
-    """the row in the dataset as loaded"""
-    prompt: str
-    """the text that was tokenised, chat template applied; a picture is one placeholder"""
+    index: int  # the row in the dataset as loaded
+    prompt: str  # the text that was tokenised, chat template applied; a picture is one placeholder
     prompt_ids: list[int] | PicturedPrompt
     columns: dict[str, Any]
     """the dataset's columns, for the reward functions, pictures as EncodedPicture; the gold answer is `answer`"""
     messages: list[Message] = field(default_factory=list)
     """the chat that the prompt was made of, for reward models, which may have another chat template"""
-    gold: str = ""
-    """the gold answer as text, which evaluation compares and records show"""
-    conversation: list[Message] | None = None
-    """the dataset's own prompt, if that is a list of messages"""
+    gold: str = ""  # the gold answer as text, which evaluation compares and records show
+    conversation: list[Message] | None = None  # the dataset's own prompt, if that is a list of messages
 
 
 @dataclass(frozen=True)
 class Rollout:
     """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
 
-    completion_ids: list[int]
-    """the tokens that the sampler drew, its eos included, and between them those of answers"""
+    completion_ids: list[int]  # the tokens that the sampler drew, its eos included, and between them those of answers
     finished: bool
     """True if the sampler drew an eos, False if it was cut at max_completion_length; with answers the outcome's"""
-    text: str
-    """the drawn text without special tokens; segments are joined by line ends"""
+    text: str  # the drawn text without special tokens; segments are joined by line ends
     sampling_logprobs: list[float]
     """the log-prob of each id in the distribution that it was drawn from; NaN if the sampler does not know it, and
     at the tokens of answers"""
@@ -50,8 +44,7 @@ class Rollout:
     """the number of updates of the policy that drew the first token; in_flight_weight_updates may draw others later"""
     drawn: list[bool] | None = None
     """True for each id that the sampler drew and the update trains on, False for those of answers; None: it drew all"""
-    outcome: Outcome | None = None
-    """how a completion with tools or an environment ended; None without them"""
+    outcome: Outcome | None = None  # how a completion with tools or an environment ended; None without them
 
     @property
     def drawn_tokens(self) -> int:
@@ -68,8 +61,7 @@ class Rollout:
 class Group:
     """The completions of one prompt, which are compared with each other."""
 
-    id: int
-    """the group's place in the run: (step - 1) x prompts_per_step + its place in the step"""
+    id: int  # the group's place in the run: (step - 1) x prompts_per_step + its place in the step
     example: Example
     rollouts: list[Rollout]
     extra: list[dict[str, Any]] = field(default_factory=list)
@@ -83,19 +75,15 @@ class Sample:
 
     prompt_ids: list[int] | PicturedPrompt
     completion_ids: list[int]
-    finished: bool
-    """False if the completion was cut at max_completion_length"""
+    finished: bool  # False if the completion was cut at max_completion_length
     advantage: float = 0.0
     ref_logprobs: np.ndarray | None = None
     """the reference's float32 [T]; None until it has answered, or for a loss without a KL term"""
-    sampling_logprobs: np.ndarray | None = None
-    """float32 [T], NaN where unknown"""
+    sampling_logprobs: np.ndarray | None = None  # float32 [T], NaN where unknown
     old_logprobs: np.ndarray | None = None
     """float32 [T] of the policy as the sample's round began, not always the one that drew it; None: it is the same"""
-    group_id: int = -1
-    """the id of its group; -1 without a group"""
-    place: int = -1
-    """its place among the group's completions, from 0"""
+    group_id: int = -1  # the id of its group; -1 without a group
+    place: int = -1  # its place among the group's completions, from 0
     drawn: np.ndarray | None = None
     """bool [len(completion_ids)], True for drawn tokens, False for those of answers; None: all are drawn"""
 
@@ -114,14 +102,10 @@ class StepBatch:
     """What one step of a round trains on: this rank's share."""
 
     groups: list[Group]
-    by_function: Tensor
-    """float64 [functions, groups, num_generations], NaN if a function does not apply"""
-    rewards: Tensor
-    """float64 [groups, num_generations], the weighted sum over functions"""
-    signal: Tensor
-    """bool [groups], True if the group's completions teach something"""
-    samples: list[Sample]
-    """groups x num_generations samples, group after group"""
+    by_function: Tensor  # float64 [functions, groups, num_generations], NaN if a function does not apply
+    rewards: Tensor  # float64 [groups, num_generations], the weighted sum over functions
+    signal: Tensor  # bool [groups], True if the group's completions teach something
+    samples: list[Sample]  # groups x num_generations samples, group after group
     requests: dict[int, Future[list[np.ndarray]]] = field(default_factory=dict)
     """the round's requests to the reference servers, by group id; a checkpoint has none"""
 

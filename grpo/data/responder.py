@@ -19,10 +19,8 @@ from grpo.wire.tool_outcomes import cut_segments
 class Dialogue(Protocol):
     """One completion, as its responder sees it. A sampler calls it from one thread at a time."""
 
-    messages: list[dict[str, Any]]
-    """the messages so far, as in Outcome.messages"""
-    outcome: Outcome | None
-    """None until the completion is over"""
+    messages: list[dict[str, Any]]  # the messages so far, as in Outcome.messages
+    outcome: Outcome | None  # None until the completion is over
 
     def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
         """Answer the segment `drawn`, which ends with an eos or was cut, and may be followed by `room` more tokens.

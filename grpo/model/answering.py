@@ -15,12 +15,10 @@ from grpo.config.errors import ConfigError, is_first_rank, program_name, require
 from grpo.config.loss_settings import RewardSection, is_users_own
 from grpo.config.sampling_settings import AnswerSection, DataSection, TurnsSection
 
-ANSWERING = "grpo.yaml"
-"""the file in a model's folder, with the settings of SECTIONS by which it was trained"""
+ANSWERING = "grpo.yaml"  # the file in a model's folder, with the settings of SECTIONS by which it was trained
 SECTIONS = AnswerSection, DataSection, RewardSection, TurnsSection
 
-CODE = "tools", "environment"
-"""settings that a model's file cannot make: it must not choose code that a program runs"""
+CODE = "tools", "environment"  # settings that a model's file cannot make: it must not choose code that a program runs
 _NAMES = [field.name for section in SECTIONS for field in fields(section)]
 _TURNS = {field.name for field in fields(TurnsSection)}
 _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat ask as this file says.\n"

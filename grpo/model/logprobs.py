@@ -146,8 +146,7 @@ class Head:
     (`final_logit_softcapping`). The temperature divides last.
     """
 
-    weight: Tensor
-    """[vocabulary, hidden size]"""
+    weight: Tensor  # [vocabulary, hidden size]
     bias: Tensor | None
     scale: float
     softcap: float | None

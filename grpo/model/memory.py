@@ -47,8 +47,7 @@ FORWARD = "forward pass"
 # minutes. What is alive is the same.
 _OF_TOWER = "grpo_counted_as_flash"
 
-Terms = dict[str, int]
-"""bytes by purpose"""
+Terms = dict[str, int]  # bytes by purpose
 
 
 def total(terms: Terms) -> int:
@@ -77,15 +76,11 @@ class Pictures:
 class Memory:
     """The bytes that one process needs."""
 
-    outside: Terms
-    """outside torch's allocator: the process on a CPU; on a GPU its context, kernels and NCCL's buffers"""
-    standing: Terms
-    """the tensors that always exist"""
-    phases: dict[str, Terms]
-    """the tensors that each phase adds at its highest point"""
+    outside: Terms  # outside torch's allocator: the process on a CPU; on a GPU its context, kernels and NCCL's buffers
+    standing: Terms  # the tensors that always exist
+    phases: dict[str, Terms]  # the tensors that each phase adds at its highest point
     device_type: str
-    host: Terms = field(default_factory=dict)
-    """in the machine's memory, if the optimizer is offloaded from a GPU"""
+    host: Terms = field(default_factory=dict)  # in the machine's memory, if the optimizer is offloaded from a GPU
 
     @property
     def highest(self) -> str:
@@ -327,15 +322,13 @@ class _Attention(torch.autograd.Function):
 
 # The text of `ref_server.py --estimate` and `grpo_ref_split.py --dry_run`.
 
-CARDS = 8, 12, 16, 24, 40, 48, 80
-"""GB, as cards are sold"""
+CARDS = 8, 12, 16, 24, 40, 48, 80  # GB, as cards are sold
 CARD_USABLE = 0.9  # the share that error correction, driver and display leave
 _ASSUMPTIONS = (
     f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels, a "
     f"margin of {MARGIN:.0%}"
 )
-BATCHES = [2**power for power in range(10, 18)]
-"""the values of --max_batch_tokens that are tried for a card"""
+BATCHES = [2**power for power in range(10, 18)]  # the values of --max_batch_tokens that are tried for a card
 
 
 def server_report(config: ServerConfig) -> str:

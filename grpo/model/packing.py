@@ -37,8 +37,7 @@ from grpo.wire.picture_files import PicturedPrompt, key_of
 if TYPE_CHECKING:
     from grpo.model.pictures import Vision
 
-Ids = Sequence[int] | np.ndarray
-"""token ids; of a prompt with pictures a PicturedPrompt"""
+Ids = Sequence[int] | np.ndarray  # token ids; of a prompt with pictures a PicturedPrompt
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,14 @@ class Tree:
 class Batch:
     """Sequences with T completion tokens to predict in all, laid out for one forward pass."""
 
-    input_ids: Tensor
-    """int64 [1, N] packed, [B, L] padded"""
+    input_ids: Tensor  # int64 [1, N] packed, [B, L] padded
     position_ids: Tensor | None
     """int64 [1, N]; None for a padded batch, whose rows count from 0 as every model does by itself. With pictures, for
     a model that gives them positions of their own: [3, 1, N] and [3, B, L]"""
-    tree: Tree | None
-    """the lengths of a packed row; None for a padded batch"""
+    tree: Tree | None  # the lengths of a packed row; None for a padded batch
     predicts: Tensor
     """int64 [T], positions in the flattened input_ids whose hidden states predict the completion tokens"""
-    targets: Tensor
-    """int64 [T], these completion tokens: sequence after sequence, in the order given"""
+    targets: Tensor  # int64 [T], these completion tokens: sequence after sequence, in the order given
     pictures: dict[str, Tensor] = field(default_factory=dict)
     """the model's inputs beside the ids, by name; empty without pictures"""
     not_pieces: Tensor | None = None
@@ -102,8 +98,7 @@ class Batcher:
     pad_token_id: int
     longest_packed: int
     """tokens of the longest sequence that may be packed: beyond it the model's attention has a window; 0 packs none"""
-    vision: Vision | None = None
-    """how the model sees pictures; None if it takes text alone"""
+    vision: Vision | None = None  # how the model sees pictures; None if it takes text alone
 
     def cut(self, sequences: Sequence[tuple[Ids, Ids]], budget: int) -> list[list[int]]:
         """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch.
@@ -184,10 +179,8 @@ class _Layout(NamedTuple):
     ids: np.ndarray
     position_ids: np.ndarray | None
     tree: Tree | None
-    places: list[np.ndarray]
-    """of each sequence, what predicts its completion, in the flattened ids"""
-    prompts: list[tuple[Ids, int]]
-    """each with where it begins in the flattened ids"""
+    places: list[np.ndarray]  # of each sequence, what predicts its completion, in the flattened ids
+    prompts: list[tuple[Ids, int]]  # each with where it begins in the flattened ids
 
 
 def _packed(sequences: Sequence[tuple[Ids, Ids]], groups: list[list[int]], vision: Vision | None) -> _Layout:

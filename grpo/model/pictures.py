@@ -80,22 +80,18 @@ class PictureProcessor:
     def __init__(self, processor, files: Sequence[str] = (), limits: dict[str, int] | None = None):
         """`files`: those that it was loaded from; `limits`: the settings that it was given beside theirs."""
         self._processor, self._files, self._limits = processor, files, limits or {}
-        self.placeholder: str = processor.image_token
-        """stands for a picture in a text that `encode` takes"""
+        self.placeholder: str = processor.image_token  # stands for a picture in a text that `encode` takes
         # The first call also switches off the padding and truncation of tokenizer.json: a tokenizer that changes
         # while another thread uses it fails ("Already borrowed").
         probe = self._call(processor.image_token * 2, [Image.new("RGB", (64, 64))] * 2)
         types = next((name for name in _PER_TOKEN[2:] if name in probe), None)
         ids = np.asarray(probe["input_ids"][0])
         marked = ids[np.asarray(probe[types][0]) == 1] if types else ids[ids == processor.image_token_id]
-        self.token_id = int(marked[0])
-        """the id that stands for a piece of a picture"""
-        self.types_name = types
-        """the model's input that marks those ids, if it has one"""
+        self.token_id = int(marked[0])  # the id that stands for a piece of a picture
+        self.types_name = types  # the model's input that marks those ids, if it has one
         # Idefics3 has the tiles of all pictures in one row, [1, tiles, ...].
         self._pictures_dimension = 1 if len(probe.get("pixel_values", ())) == 1 else 0
-        self.kept_bytes = KEPT_BYTES
-        """most bytes of prepared pictures, and of their files, that are kept"""
+        self.kept_bytes = KEPT_BYTES  # most bytes of prepared pictures, and of their files, that are kept
         self._kept: OrderedDict[bytes, tuple[int, dict[str, Tensor]]] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()

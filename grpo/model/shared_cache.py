@@ -20,24 +20,18 @@ class Shape(NamedTuple):
     """The sizes of a pass: the shapes of all its tensors follow from them."""
 
     rows: int
-    slots: int
-    """the first slots, which hold the prompts of all rows"""
-    prompt: int
-    """tokens of the longest prompt, or more"""
-    own: int
-    """tokens of the longest row with the one that is fed, or more"""
+    slots: int  # the first slots, which hold the prompts of all rows
+    prompt: int  # tokens of the longest prompt, or more
+    own: int  # tokens of the longest row with the one that is fed, or more
 
 
 class Fed(NamedTuple):
     """Tokens that follow those of a row in one pass."""
 
     row: int
-    slot: int
-    """that of the row's prompt"""
-    prompt: int
-    """tokens of its prompt"""
-    place: int
-    """which of the row's tokens the first one is"""
+    slot: int  # that of the row's prompt
+    prompt: int  # tokens of its prompt
+    place: int  # which of the row's tokens the first one is
     count: int
 
 
@@ -47,12 +41,10 @@ class SharedCache:
     def __init__(self, rows: int, slots: int, copies: int, longest_prompt: int, longest_completion: int):
         self._rows, self._slots, self._copies = rows, slots, copies
         self._longest_prompt, self._longest_completion = longest_prompt, longest_completion
-        self.room = 0
-        """tokens of each row that there is room for"""
+        self.room = 0  # tokens of each row that there is room for
         self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """keys and values of each layer, [slots x kv heads, tokens, d]"""
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}
-        """keys and values of each layer, [rows x kv heads, tokens, d]"""
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of each layer, [rows x kv heads, tokens, d]
         self.fed: list[Fed] = []
         """to be set before a pass that feeds tokens of several rows, one after the other: these tokens"""
 

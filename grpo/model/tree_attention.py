@@ -84,8 +84,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float
     return out.unsqueeze(0)
 
 
-VARIANTS: dict[str, Callable[..., Tensor]] = {"varlen": varlen, "segments": segments}
-"""fastest first"""
+VARIANTS: dict[str, Callable[..., Tensor]] = {"varlen": varlen, "segments": segments}  # fastest first
 
 
 def variants_for(model: PreTrainedModel) -> list[str]:

@@ -44,8 +44,7 @@ class TrialResult:
     logprobs: Tensor
     slopes: list[Tensor | None]
     """the gradient of each trained vector or adapter, None for one that takes no part; empty without training"""
-    effect: float = 0.0
-    """of a padded batch: how far different prompts move the log-probs"""
+    effect: float = 0.0  # of a padded batch: how far different prompts move the log-probs
 
 
 def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> TrialResult:

@@ -30,8 +30,7 @@ MOST_BARS = 150  # bars of time: in a run with more steps each bar is the mean o
 @dataclass(frozen=True)
 class Panel:
     title: str
-    metrics: tuple[str, ...]
-    """names, or patterns such as rewards/*/mean; a panel that matches no metric is left out"""
+    metrics: tuple[str, ...]  # names, or patterns such as rewards/*/mean; a panel that matches no metric is left out
     overview: bool = False  # whether curves.png has the panel too
     unless: str = ""  # a metric: curves.png leaves the panel out if the run has it
 

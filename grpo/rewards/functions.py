@@ -85,13 +85,10 @@ class RewardBatch:
 
     prompts: list[str] | list[list[Message]]
     completions: list[str] | list[list[Message]]
-    columns: dict[str, list]
-    """other lists with a value for each completion"""
+    columns: dict[str, list]  # other lists with a value for each completion
     state: TrainerState
-    key: Key = ()
-    """the seed of the functions' random numbers"""
-    conversations: Sequence[list[Message]] = ()
-    """each prompt's chat with the completion, for reward models"""
+    key: Key = ()  # the seed of the functions' random numbers
+    conversations: Sequence[list[Message]] = ()  # each prompt's chat with the completion, for reward models
 
     def select(self, i: int) -> RewardBatch:
         """Return completion `i` as a batch of one."""

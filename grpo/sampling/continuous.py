@@ -59,8 +59,7 @@ class _Loop:
         self._rows, self._order, self._longest, self._turns = rows, order, longest, turns
         self._groups, self._make_rollout = Groups(order), make_rollout
         self._prompts = [example.prompt_ids for example in order.examples]
-        self._left = deque(range(len(self._prompts) * order.copies))
-        """the completions that have not begun"""
+        self._left = deque(range(len(self._prompts) * order.copies))  # the completions that have not begun
         self._in_rows: list[_Completion | None] = [None] * rows.count
         self._waiting: deque[_Completion] = deque()
         """those in rows whose answer is not taken in yet, in the order in which it will be"""
@@ -193,25 +192,18 @@ class _Completion:
     """A completion in a row."""
 
     number: int
-    dialogue: Dialogue | None
-    """answers its segments; None in a run without turns"""
+    dialogue: Dialogue | None  # answers its segments; None in a run without turns
     drawn: list[bool] = field(default_factory=list)
     """True for the tokens of its ended segments, False for those of their answers"""
-    answer: Future[list[int] | None] | None = None
-    """the answer to its last segment, once that has ended"""
-    due: int = 0
-    """the step after which the answer is taken in"""
+    answer: Future[list[int] | None] | None = None  # the answer to its last segment, once that has ended
+    due: int = 0  # the step after which the answer is taken in
 
 
 @dataclass
 class _Prompt:
     """A prompt that is being drawn from."""
 
-    slot: int
-    """its place in the cache"""
-    left: int
-    """its completions that are not over"""
-    base: int
-    """the position of a completion's first token"""
-    hidden: torch.Tensor | None = None
-    """the last hidden state, from which every completion's first token is drawn"""
+    slot: int  # its place in the cache
+    left: int  # its completions that are not over
+    base: int  # the position of a completion's first token
+    hidden: torch.Tensor | None = None  # the last hidden state, from which every completion's first token is drawn

@@ -288,15 +288,12 @@ class _Completion:
 
     number: int
     prompt: list[int] | PicturedPrompt
-    numbers: np.ndarray | None
-    """random numbers, float64 [longest]; None draws greedily"""
-    dialogue: Dialogue | None
-    """answers its segments; None: it has one"""
+    numbers: np.ndarray | None  # random numbers, float64 [longest]; None draws greedily
+    dialogue: Dialogue | None  # answers its segments; None: it has one
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
-    begun: int = 0
-    """the place in `ids` at which the segment begins that is being drawn"""
+    begun: int = 0  # the place in `ids` at which the segment begins that is being drawn
     is_over: bool = False
 
     def add(self, ids: list[int], logprobs: list[float], drawn: bool) -> None:

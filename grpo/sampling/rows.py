@@ -115,12 +115,10 @@ class Rows:
         self._token_pass = self._modules_pass
         if is_known(self._body):
             self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
-        self.drawing = 0
-        """how many rows draw: the first ones"""
+        self.drawing = 0  # how many rows draw: the first ones
         self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
         """each row's tokens and log-probs, up to its PLACE"""
-        self.state = np.zeros((7, rows), np.int64)
-        """the state of each row; 0 in a free row"""
+        self.state = np.zeros((7, rows), np.int64)  # the state of each row; 0 in a free row
         self._unseen: list[tuple[Tensor, Tensor]] = []
         """tokens and log-probs of the rows in each step since the host has looked"""
         # A step reads and writes these.

@@ -10,8 +10,7 @@ from grpo.data.records import Example, Rollout
 
 OnGroups = Callable[[dict[int, list[Rollout]]], None]
 """takes the completions of groups that have ended, by the index of their example"""
-Name = tuple[int, int, int]
-"""seed, group, number in the group: a completion's random numbers follow from them"""
+Name = tuple[int, int, int]  # seed, group, number in the group: a completion's random numbers follow from them
 
 
 @dataclass(frozen=True)
@@ -19,11 +18,9 @@ class Order:
     """The completions to draw in one call, numbered example by example."""
 
     examples: Sequence[Example]
-    copies: int = 1
-    """completions of each example"""
+    copies: int = 1  # completions of each example
     temperature: float = 1.0
-    names: Sequence[Name] | None = None
-    """the name of each completion; None draws greedily"""
+    names: Sequence[Name] | None = None  # the name of each completion; None draws greedily
     on_groups: OnGroups | None = None
 
     def name(self, number: int) -> Name | None:

@@ -32,10 +32,8 @@ _BUSY_SECONDS = 2  # after which a client that found no room may come back
 class Scores:
     """The result of a request."""
 
-    values: np.ndarray
-    """float32: the answers of its sequences, end to end"""
-    fingerprint: str
-    """fingerprint of the model that computed them"""
+    values: np.ndarray  # float32: the answers of its sequences, end to end
+    fingerprint: str  # fingerprint of the model that computed them
 
 
 class Job:
@@ -44,14 +42,10 @@ class Job:
     def __init__(self, request: LogprobsRequest, client: str = ""):
         self.client, self.temperature = client, request.temperature
         self.sequences = request.sequences()
-        self.tokens_left = len(request.input_ids)
-        """tokens of this request that wait or are being scored"""
-        self.parts: deque[deque[int]] = deque()
-        """the places of sequences that wait, by part"""
-        self.answers: dict[int, np.ndarray] = {}
-        """answers by the sequence's place in the request"""
-        self.is_later = False
-        """whether it came after an exchange that is still to come"""
+        self.tokens_left = len(request.input_ids)  # tokens of this request that wait or are being scored
+        self.parts: deque[deque[int]] = deque()  # the places of sequences that wait, by part
+        self.answers: dict[int, np.ndarray] = {}  # answers by the sequence's place in the request
+        self.is_later = False  # whether it came after an exchange that is still to come
         self.refusal: ProtocolError | None = None
         self.future: Future[Scores] = Future()
 
@@ -72,8 +66,7 @@ class Job:
             self.future.set_result(Scores(values, fingerprint))
 
 
-Batch = list[tuple[Job, int]]
-"""sequences for about one forward pass: the job of each, and its place in the job"""
+Batch = list[tuple[Job, int]]  # sequences for about one forward pass: the job of each, and its place in the job
 
 
 @dataclass
@@ -81,10 +74,8 @@ class Exchange:
     """A replacement of the model's weights between two requests."""
 
     action: Callable[[], None]
-    undo: Callable[[], None]
-    """called if the model can score nothing after `action`"""
-    becomes: str
-    """fingerprint of the model after `action`"""
+    undo: Callable[[], None]  # called if the model can score nothing after `action`
+    becomes: str  # fingerprint of the model after `action`
     done: Future[None] = field(default_factory=Future)
 
 
@@ -106,10 +97,8 @@ class FairQueue:
         fingerprint: str = "",
     ):
         self._batcher, self._deterministic = batcher, deterministic
-        self.budget = max_batch_tokens
-        """tokens of a forward pass; the scorer lowers it when they do not fit the memory"""
-        self.fingerprint = fingerprint
-        """fingerprint of the model that answers now"""
+        self.budget = max_batch_tokens  # tokens of a forward pass; the scorer lowers it when they do not fit the memory
+        self.fingerprint = fingerprint  # fingerprint of the model that answers now
         self._max_tokens, self._max_requests = max_queue_tokens, max_requests
         self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
         self._turns: list[str] = []  # clients, the next one first

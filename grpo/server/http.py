@@ -132,12 +132,10 @@ class _Request(HTTPRequestParser):
 class Channel(HTTPChannel):
     """A connection: one request at a time, with deadlines for its headers and its body."""
 
-    known = False
-    """whether any request of this connection came from a sender who may ask everything"""
+    known = False  # whether any request of this connection came from a sender who may ask everything
 
     def __init__(self, *arguments, **options):
-        self.moved_at = time.monotonic()
-        """time.monotonic() of the last byte received or sent"""
+        self.moved_at = time.monotonic()  # time.monotonic() of the last byte received or sent
         self.due = self.moved_at + HEADER_SECONDS
         """the deadline of the incoming headers or body, and of a connection's first request; else infinite"""
         super().__init__(*arguments, **options)

@@ -30,8 +30,7 @@ log = logging.getLogger("ref_server")
 
 SUMMARY_SECONDS = 60
 SAMPLE_SECONDS = 5
-POINTS = 120
-"""points of the page's curves, one every SAMPLE_SECONDS: ten minutes"""
+POINTS = 120  # points of the page's curves, one every SAMPLE_SECONDS: ten minutes
 _LATENCIES = 1000
 _CLIENTS = 50
 _ERRORS = 20
@@ -43,14 +42,10 @@ _MetricT = TypeVar("_MetricT", Counter, Gauge, Histogram)
 class Pass:
     """A forward pass of the scorer."""
 
-    tokens: int
-    """tokens of all its sequences, a shared prompt counted each time"""
-    padded: int
-    """tokens that a right-padded batch of the same sequences would have fed"""
-    fed: int
-    """tokens that went through the model"""
-    budget: int
-    """most tokens that it could have fed"""
+    tokens: int  # tokens of all its sequences, a shared prompt counted each time
+    padded: int  # tokens that a right-padded batch of the same sequences would have fed
+    fed: int  # tokens that went through the model
+    budget: int  # most tokens that it could have fed
     seconds: float
 
     @property

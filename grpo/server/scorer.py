@@ -21,8 +21,7 @@ from grpo.wire.refusals import ProtocolError
 
 log = logging.getLogger(__name__)
 
-Sequences = list[tuple[np.ndarray, np.ndarray]]
-"""(prompt ids, completion ids) of each"""
+Sequences = list[tuple[np.ndarray, np.ndarray]]  # (prompt ids, completion ids) of each
 Compute = Callable[[PreTrainedModel, Batcher, Sequences, float], tuple[list[np.ndarray], int]]
 """(model, batcher, sequences, temperature) -> float32 answers, one array a sequence, and how many tokens were fed"""
 

@@ -42,8 +42,7 @@ class Upload:
     file: BinaryIO
     received: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
-    contents: WeightsFile | None = None
-    """the file's tensors, once its header is here"""
+    contents: WeightsFile | None = None  # the file's tensors, once its header is here
     touched: float = 0.0
     """time.monotonic() of the last piece that brought something new; infinite while the upload is held"""
 
@@ -59,8 +58,7 @@ class UploadSlot:
         # A name, and more than the rest of an entry takes; parsing a stranger's JSON could fill the memory.
         self._longest_header = LONGEST_HEADER + sum(len(name) + 256 for name in weights)
         self._upload: Upload | None = None
-        self._installed = ""
-        """SHA-256 of the last upload that was installed"""
+        self._installed = ""  # SHA-256 of the last upload that was installed
         self._lock = threading.Lock()
 
     def add(self, piece: FilePart, data: bytes) -> int:

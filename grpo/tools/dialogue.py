@@ -23,8 +23,7 @@ from grpo.tools.template import AnswerTemplate, Messages
 from grpo.usercode.prints import PRINTS
 from grpo.usercode.process import CallLost, ProcessPool, count_processes, run_in_loop
 
-PRINTS_TOGETHER = 128
-"""how many completions share a limit of prints if they overlap without a pause, as on a worker"""
+PRINTS_TOGETHER = 128  # how many completions share a limit of prints if they overlap without a pause, as on a worker
 _Result = TypeVar("_Result")
 
 
@@ -48,8 +47,7 @@ class UserResponder:
                 raise ConfigError(f"environment={config.environment!r}: a tool is named {name!r} too: rename one")
             loaded[name] = make_tool("environment", config.environment, method, is_method=True)
         schemas = [tool.schema for tool in loaded.values()]
-        self.tools: list[dict[str, Any]] | None = schemas or None
-        """the schemas, for the chat template, or None"""
+        self.tools: list[dict[str, Any]] | None = schemas or None  # the schemas, for the chat template, or None
         self.environment = environment
         gives_reward = environment is not None and environment.gives_reward
         self.rewards: dict[str, type] = {environment.label: environment.type} if gives_reward else {}

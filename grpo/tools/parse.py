@@ -30,16 +30,14 @@ class Call:
 
     name: str
     arguments: dict[str, Any]
-    error: str = ""
-    """why it cannot be read, or empty"""
+    error: str = ""  # why it cannot be read, or empty
 
 
 @dataclass(frozen=True)
 class Turn:
     """The policy's text between two answers."""
 
-    content: str
-    """without special tokens, and without the calls that can be read"""
+    content: str  # without special tokens, and without the calls that can be read
     calls: list[Call] = field(default_factory=list)
     reasoning: str = ""
 

@@ -25,8 +25,7 @@ from grpo.usercode.process import CallLost, ProcessPool, UserProcess, ended_with
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 60.0
-"""seconds between two log lines, and of a call that is logged"""
+PATIENCE = 60.0  # seconds between two log lines, and of a call that is logged
 _FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends its process
 
 
@@ -126,8 +125,7 @@ class ProcessPlace:
             return self._process.call(task, self._processes.timeout)
 
 
-Place = LocalPlace | ProcessPlace
-"""runs the code of one completion's instance"""
+Place = LocalPlace | ProcessPlace  # runs the code of one completion's instance
 
 
 class Instance:

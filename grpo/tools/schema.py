@@ -31,8 +31,7 @@ class Tool:
     """as a chat template takes it: {"type": "function", "function": {"name", "description", "parameters"}}"""
     signature: inspect.Signature
     is_async: bool
-    is_method: bool
-    """whether it is the environment's"""
+    is_method: bool  # whether it is the environment's
 
     def find_misfit(self, arguments: dict[str, Any]) -> str:
         """Describe the fault in a call's arguments, or return ""."""

@@ -12,8 +12,7 @@ from typing import IO, Any, TextIO
 
 log = logging.getLogger(__name__)
 
-SHOWN_CHARACTERS = 65536
-"""the limit per batch and rank"""
+SHOWN_CHARACTERS = 65536  # the limit per batch and rank
 
 
 class Prints:

@@ -13,21 +13,17 @@ from grpo.wire.refusals import VERSION
 class ModelInfo:
     """A description of a model. The trainer compares that of its policy with that of the reference."""
 
-    name: str = ""
-    """hub id or folder that the model was loaded from"""
+    name: str = ""  # hub id or folder that the model was loaded from
     fingerprint: str = ""
     """fingerprint of the configuration, the tokenizer and a sample of the weights: equal when the models are"""
-    tokenizer_fingerprint: str = ""
-    """fingerprint of the vocabulary: equal when token ids mean the same"""
+    tokenizer_fingerprint: str = ""  # fingerprint of the vocabulary: equal when token ids mean the same
     config_fingerprint: str = ""
     """fingerprint of the configuration: models of an equal one can take each other's weights"""
     vocab_size: int = 0
-    max_length: int = 0
-    """tokens of the longest sequence that the model takes, or that the server allows it"""
+    max_length: int = 0  # tokens of the longest sequence that the model takes, or that the server allows it
     dtype: str = ""
     device: str = ""
-    quantization: str = "none"
-    """how the weights are stored: none, 8bit or 4bit"""
+    quantization: str = "none"  # how the weights are stored: none, 8bit or 4bit
     processor_fingerprint: str = ""
     """fingerprint of the picture processor: equal when pixels and picture tokens are; empty for a model of text"""
 
@@ -45,15 +41,11 @@ _SENT = {"name": "model", "fingerprint": "model_fingerprint"}
 class ServerInfo:
     """The answer to `GET /health`: a server's state, and its model."""
 
-    status: str
-    """loading, ready, or draining"""
+    status: str  # loading, ready, or draining
     model: ModelInfo = field(default_factory=ModelInfo)
-    queue_depth: int = 0
-    """tokens waiting or being scored"""
-    takes_updates: bool = False
-    """whether a trainer may replace the weights"""
-    task: str = "logprobs"
-    """the server's task: logprobs, reward (grpo/wire/rewards.py) or rollouts"""
+    queue_depth: int = 0  # tokens waiting or being scored
+    takes_updates: bool = False  # whether a trainer may replace the weights
+    task: str = "logprobs"  # the server's task: logprobs, reward (grpo/wire/rewards.py) or rollouts
 
     def to_dict(self) -> dict[str, str | int | bool]:
         """Return the fields of version 1: server and model in one flat object."""

@@ -12,8 +12,7 @@ from typing import Any
 
 from grpo.wire.refusals import check_name, malformed, refuse_doubles
 
-LARGEST_ID = 2**31 - 1
-"""largest int32: ids of tokens, groups and versions are sent as int32"""
+LARGEST_ID = 2**31 - 1  # largest int32: ids of tokens, groups and versions are sent as int32
 
 
 def read_json(body: bytes) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from grpo.wire.picture_files import PicturedPrompt, PictureError, check_picture,
 from grpo.wire.refusals import VERSION, ProtocolError, check_name, check_number, malformed
 from grpo.wire.tensors import int32, read_tensors, uint8
 
-MOST_PICTURES = 256
-"""most pictures of a request"""
+MOST_PICTURES = 256  # most pictures of a request
 MOST_PIXELS_IN_ALL = 1 << 28
 """most pixels of a request's pictures together: four of the largest (grpo/wire/picture_files.py)"""
 
@@ -33,12 +32,9 @@ _PICTURES = ("pictures", "picture_lengths", "picture_counts")
 class LogprobsRequest:
     """Sequences to score: each is a prompt followed by its completion, all concatenated."""
 
-    input_ids: np.ndarray
-    """int32 [N], N = prompt_lengths.sum() + completion_lengths.sum()"""
-    prompt_lengths: np.ndarray
-    """int32 [S], each at least 1: the first completion token needs something to follow"""
-    completion_lengths: np.ndarray
-    """int32 [S], each at least 0"""
+    input_ids: np.ndarray  # int32 [N], N = prompt_lengths.sum() + completion_lengths.sum()
+    prompt_lengths: np.ndarray  # int32 [S], each at least 1: the first completion token needs something to follow
+    completion_lengths: np.ndarray  # int32 [S], each at least 0
     temperature: float = 1.0
     request_id: str = ""
     client: str = ""
@@ -92,8 +88,7 @@ class LogprobsRequest:
 class LogprobsAnswer:
     """Log-probs of every completion token of a request."""
 
-    logprobs: np.ndarray
-    """float32 [completion_lengths.sum()]: log p(token | all before it), in the order sent"""
+    logprobs: np.ndarray  # float32 [completion_lengths.sum()]: log p(token | all before it), in the order sent
     model_fingerprint: str
     request_id: str = ""
 
@@ -107,8 +102,7 @@ def encode_request(request: LogprobsRequest) -> bytes:
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 """a number without a sign, as JSON writes it (RFC 8259, section 6)"""
-_LOWEST_TEMPERATURE = 1e-6
-"""lowest temperature; far below it, logits / temperature overflow float32"""
+_LOWEST_TEMPERATURE = 1e-6  # lowest temperature; far below it, logits / temperature overflow float32
 
 
 def decode_request(

@@ -74,8 +74,7 @@ def key_of(prompt: Sequence[int] | np.ndarray) -> bytes:
 
 # Files, perhaps a stranger's, are checked before they are decoded.
 
-MOST_PIXELS = 1 << 26
-"""most pixels of a picture: a square of 8,192; decoded it takes 256 MiB, whatever its file has"""
+MOST_PIXELS = 1 << 26  # most pixels of a picture: a square of 8,192; decoded it takes 256 MiB, whatever its file has
 _MOST_READS = 1 << 17
 """most times that Pillow may read from a file: enough for a PNG of 64 MiB in chunks of 8 KiB. Of a file of empty chunks
 it would keep millions, a hundred bytes each"""
@@ -94,8 +93,7 @@ class PictureError(ValueError):
 
     def __init__(self, reason: str, is_large: bool = False):
         super().__init__(reason)
-        self.is_large = is_large
-        """whether it only has too many pixels"""
+        self.is_large = is_large  # whether it only has too many pixels
 
 
 class _File(BytesIO):

@@ -8,8 +8,7 @@ import re
 VERSION = 1
 LOGPROBS_PATH = "/v1/logprobs"
 REWARDS_PATH = "/v1/rewards"
-TASK_PATHS = {"logprobs": LOGPROBS_PATH, "reward": REWARDS_PATH}
-"""the path of each task"""
+TASK_PATHS = {"logprobs": LOGPROBS_PATH, "reward": REWARDS_PATH}  # the path of each task
 WEIGHTS_PATH = "/v1/weights"
 COMMIT_PATH = "/v1/weights/commit"
 ROLLOUTS_PATH = "/v1/rollouts"
@@ -29,10 +28,8 @@ PAGE_PATH = "/"
 CONTENT_TYPE = "application/octet-stream"
 CONTENT_TYPES = {"logprobs": CONTENT_TYPE, "reward": "application/json"}
 
-_LONGEST_NAME = 128
-"""most characters of request_id and client"""
-HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""half of a surrogate pair, which JSON may have, and no text in UTF-8"""
+_LONGEST_NAME = 128  # most characters of request_id and client
+HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON may have, and no text in UTF-8
 
 
 class ProtocolError(Exception):

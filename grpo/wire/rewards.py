@@ -13,10 +13,8 @@ import numpy as np
 from grpo.wire.json_fields import check_text, read_fields, read_json
 from grpo.wire.refusals import HALF_PAIR, ProtocolError, check_number, malformed
 
-Message = dict[str, str]
-"""a message of a chat: its role (system, user or assistant) and its content"""
-Input = str | list[Message]
-"""a text, scored as it is, or a chat, made a text by the reward model's own template"""
+Message = dict[str, str]  # a message of a chat: its role (system, user or assistant) and its content
+Input = str | list[Message]  # a text, scored as it is, or a chat, made a text by the reward model's own template
 _MOST_MESSAGES = 65_536
 """most messages of all chats of a request: sixteen for each chat that a request may have by default, some 20 MB"""
 
@@ -27,8 +25,7 @@ class RewardRequest:
 
     inputs: list[Input]
     request_id: str = ""
-    client: str = ""
-    """as in LogprobsRequest"""
+    client: str = ""  # as in LogprobsRequest
 
     def to_json(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -86,8 +83,7 @@ def _is_message(value: object) -> bool:
 class RewardAnswer:
     """A score for each input of a request."""
 
-    scores: np.ndarray
-    """float32 [inputs], in the order sent"""
+    scores: np.ndarray  # float32 [inputs], in the order sent
     model_fingerprint: str
     request_id: str = ""
 

@@ -26,11 +26,9 @@ class HeaderError(ValueError):
 class Entry:
     """A tensor in a file."""
 
-    dtype: str
-    """dtype as the file names it: F32"""
+    dtype: str  # dtype as the file names it: F32
     shape: tuple[int, ...]
-    start: int
-    """place of its first byte in the file"""
+    start: int  # place of its first byte in the file
 
     @property
     def count(self) -> int:
@@ -127,12 +125,9 @@ int32, float32, uint8 = (partial(_of_dtype, dtype=dtype) for dtype in (np.int32,
 class FilePart:
     """The query of `POST /v1/weights`: where its body belongs in a safetensors file with a model's weights."""
 
-    sha256: str
-    """SHA-256 of the whole file, in hex; it identifies the upload"""
-    size: int
-    """bytes of the whole file"""
-    offset: int
-    """place of the body's first byte in the file"""
+    sha256: str  # SHA-256 of the whole file, in hex; it identifies the upload
+    size: int  # bytes of the whole file
+    offset: int  # place of the body's first byte in the file
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> FilePart:
@@ -144,12 +139,9 @@ class FilePart:
 class Commit:
     """The query of `POST /v1/weights/commit`: replace a model's weights by these uploaded ones."""
 
-    sha256: str
-    """SHA-256 of the uploaded file, in hex"""
-    replaces: str
-    """fingerprint of the model that is served before"""
-    becomes: str
-    """fingerprint that the model must have afterwards"""
+    sha256: str  # SHA-256 of the uploaded file, in hex
+    replaces: str  # fingerprint of the model that is served before
+    becomes: str  # fingerprint that the model must have afterwards
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Commit:

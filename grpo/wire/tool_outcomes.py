@@ -14,10 +14,8 @@ from typing import Any
 from grpo.wire.json_fields import check_hex, check_int, check_text, find_unrecordable, is_number, read_fields, read_json
 from grpo.wire.refusals import malformed
 
-LONGEST_COLUMNS = 1 << 20
-"""most bytes of a row's columns as JSON"""
-LONGEST_OUTCOME = 4 << 20
-"""most bytes of an outcome as JSON, which takes many times its size in memory"""
+LONGEST_COLUMNS = 1 << 20  # most bytes of a row's columns as JSON
+LONGEST_OUTCOME = 4 << 20  # most bytes of an outcome as JSON, which takes many times its size in memory
 DEEPEST_ARGUMENTS = 50
 """most lists and objects within each other in a call's arguments: reward functions get a copy of the messages, which
 takes Python several calls a level"""
@@ -33,8 +31,7 @@ SETTINGS = (
 class Outcome:
     """How a completion of several segments ended. Plain data, as all records."""
 
-    finished: bool
-    """False for one that was cut: at max_completion_length, or after as many turns as the settings allow"""
+    finished: bool  # False for one that was cut: at max_completion_length, or after as many turns as the settings allow
     messages: list[dict[str, Any]]
     """the completion as chat messages, as a chat template takes them: of the assistant, perhaps with `tool_calls`, of
     role `tool`, and of the user where an environment answers in its own words. Each has a `content`, perhaps ''"""
@@ -76,14 +73,10 @@ class Outcome:
 class RunTools:
     """The tools and environment that a worker must have, and the run's settings of them."""
 
-    tools: list[str]
-    """names of the functions that the model may call, the environment's methods among them"""
-    schemas: str
-    """SHA-256 of the functions' JSON schemas, which the chat template gets"""
-    environment: str | None
-    """name of the environment's class"""
-    rewards: list[str]
-    """names of the rewards that the environment gives"""
+    tools: list[str]  # names of the functions that the model may call, the environment's methods among them
+    schemas: str  # SHA-256 of the functions' JSON schemas, which the chat template gets
+    environment: str | None  # name of the environment's class
+    rewards: list[str]  # names of the rewards that the environment gives
     max_turns: int | None
     max_tool_calling_iterations: int | None
     max_tool_response_length: int
