@@ -18,10 +18,8 @@ NAMES = ("node-1", "node-2", "other-machine")
 
 @dataclass
 class Machine:
-    host: str
-    """by which the others reach it"""
-    prefix: list[str] = field(default_factory=list)
-    """what a command begins with to run there"""
+    host: str  # by which the others reach it
+    prefix: list[str] = field(default_factory=list)  # what a command begins with to run there
 
     @contextmanager
     def running(self, command: list[str], log: Path) -> Iterator[subprocess.Popen]:

@@ -41,10 +41,8 @@ class Completion:
     old: list[float] | None = None
     """log-probs of the policy before the first update on the completion; None: it is the current policy"""
     ref: list[float] | None = None
-    sampling: list[float] | None = None
-    """log-probs as the sampler knew them, NaN where it did not"""
-    high_entropy: list[bool] | None = None
-    """tokens that the policy term acts on; None: all"""
+    sampling: list[float] | None = None  # log-probs as the sampler knew them, NaN where it did not
+    high_entropy: list[bool] | None = None  # tokens that the policy term acts on; None: all
 
 
 @dataclass(frozen=True)

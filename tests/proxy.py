@@ -23,16 +23,11 @@ NEVER = sys.maxsize
 class Plan:
     """The fate of one connection, over all requests that it carries. The default passes everything on."""
 
-    delay: float = 0.0
-    """seconds by which each piece of an answer is late"""
-    request_bytes: int = NEVER
-    """the connection ends after so many bytes to the server"""
-    answer_bytes: int = NEVER
-    """the connection ends after so many bytes from the server"""
-    reset: bool = False
-    """the connection ends with a reset, not with a regular close"""
-    black_hole: bool = False
-    """the connection is accepted, and nothing ever happens on it"""
+    delay: float = 0.0  # seconds by which each piece of an answer is late
+    request_bytes: int = NEVER  # the connection ends after so many bytes to the server
+    answer_bytes: int = NEVER  # the connection ends after so many bytes from the server
+    reset: bool = False  # the connection ends with a reset, not with a regular close
+    black_hole: bool = False  # the connection is accepted, and nothing ever happens on it
 
 
 class Proxy:
@@ -40,8 +35,7 @@ class Proxy:
 
     def __init__(self, port: int, plan: Callable[[], Plan] = Plan, tls: ssl.SSLContext | None = None):
         self.port, self.plan, self.tls = port, plan, tls
-        self.happened: Counter[str] = Counter()
-        """the number of accidents that really happened, by kind"""
+        self.happened: Counter[str] = Counter()  # the number of accidents that really happened, by kind
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.listener.getsockname()[1]}"
         self.closed = threading.Event()

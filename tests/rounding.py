@@ -17,14 +17,11 @@ import os
 import numpy as np
 import torch
 
-FORMULA = 8
-"""steps of a loss, a ratio or a mean of few terms: 1e-6 of it in float32"""
+FORMULA = 8  # steps of a loss, a ratio or a mean of few terms: 1e-6 of it in float32
 NETWORK = 80
 """steps through the tests' models, two layers with sums of up to 64 terms, and a log-softmax: 1e-5 in float32"""
-GRADIENT = 240
-"""steps there and back: a backward pass has twice the sums of a forward pass; 3e-5 in float32"""
-FEW_BITS = 800
-"""steps through weights in 4 bits, which some CPUs multiply in blocks of their own: 1e-4 in float32"""
+GRADIENT = 240  # steps there and back: a backward pass has twice the sums of a forward pass; 3e-5 in float32
+FEW_BITS = 800  # steps through weights in 4 bits, which some CPUs multiply in blocks of their own: 1e-4 in float32
 
 NO_KL = 1e-8
 """A KL of equal weights is less: half the square of a log-prob's rounding, 5e-9 where log-probs are about -10."""

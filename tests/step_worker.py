@@ -46,8 +46,7 @@ LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of 
 PROMPTS, GENERATIONS = 12, 3
 EMPTY = (0, 17)
 UNFINISHED = (3, 4, 5, 8, 20, 29, 35)
-PICTURES = {1: [(16, 24)], 4: [(40, 8), (20, 20)], 5: [(8, 8)], 10: [(24, 16)]}
-"""sizes of the pictures of a prompt"""
+PICTURES = {1: [(16, 24)], 4: [(40, 8), (20, 20)], 5: [(8, 8)], 10: [(24, 16)]}  # sizes of the pictures of a prompt
 
 
 def step(engine, samples: list[Sample], config: TrainerConfig, batcher: Batcher) -> dict[str, Stats]:

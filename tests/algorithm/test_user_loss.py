@@ -16,8 +16,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.run.metrics import add_stats, step_metrics
 from grpo.run.preflight import describe_inputs
 
-COPIES = '''
-"""GRPO's loss and VESPO's, written out."""
+COPIES = """  # GRPO's loss and VESPO's, written out.
 
 import torch
 from careless import change_modes
@@ -44,7 +43,7 @@ def copy_of_vespo(inputs, settings):
     weight = torch.exp(rate + power * log_ratio - rate * log_ratio.exp())
     policy = -inputs.to_tokens(weight * inputs.sequence_advantages) * inputs.logprobs
     return policy, torch.full_like(policy, 1.0 / inputs.step.tokens, dtype=torch.float32), {}
-'''
+"""
 
 
 @pytest.fixture
