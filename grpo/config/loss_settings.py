@@ -36,8 +36,7 @@ class LossSection(Section):
     epsilon_high: float | None = option(None, "upper clip, at 1 + it (cispo: it); unset: epsilon, or 5.0", at_least=0)
     delta: float | None = option(None, "bound above 1 + epsilon_high where the advantage is negative (dual clip)")
     advantage_estimator: str = option(
-        "grpo",
-        f"{', '.join(ADVANTAGE_ESTIMATORS)} (docs/recipes.md), or your function as path/to/file.py:function",
+        "grpo", f"{', '.join(ADVANTAGE_ESTIMATORS)} (docs/recipes.md), or your function as path/to/file.py:function"
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group", "divide advantages by the std of their group, of the batch (grpo alone), or not (grpo and passk)"

@@ -306,9 +306,7 @@ class HttpServer(TcpWSGIServer):
         waiting = [channel for channel in self.active_channels.values() if not channel.requests]
         strangers = Counter(channel.addr[0] for channel in waiting if not channel.known)
         return min(
-            waiting,
-            key=lambda channel: (channel.known, -strangers[channel.addr[0]], channel.moved_at),
-            default=None,
+            waiting, key=lambda channel: (channel.known, -strangers[channel.addr[0]], channel.moved_at), default=None
         )
 
     def readable(self) -> bool:

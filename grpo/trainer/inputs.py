@@ -16,12 +16,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
 from grpo.data.records import Example
 from grpo.model.answering import read_answering
-from grpo.model.load import (
-    check_lengths,
-    load_end_ids,
-    load_settings,
-    load_tokenizer,
-)
+from grpo.model.load import check_lengths, load_end_ids, load_settings, load_tokenizer
 from grpo.model.lora import check_adapter
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.rewards.compute import load_reward_funcs

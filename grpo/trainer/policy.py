@@ -10,11 +10,7 @@ from transformers import PreTrainedModel
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.hub import base_of
-from grpo.model.load import (
-    checkpoint_activations,
-    enough_memory,
-    load_model,
-)
+from grpo.model.load import checkpoint_activations, enough_memory, load_model
 from grpo.model.logprobs import check_router
 from grpo.model.lora import AdapterOffReference, put_adapter, train_adapter
 from grpo.model.memory import on_meta

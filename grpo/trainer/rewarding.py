@@ -57,10 +57,7 @@ def score_rollouts(
 
 
 def try_rewards(
-    config: TrainerConfig,
-    rewards: dict[str, Callable | str],
-    tokenizer: PreTrainedTokenizerBase,
-    example: Example,
+    config: TrainerConfig, rewards: dict[str, Callable | str], tokenizer: PreTrainedTokenizerBase, example: Example
 ) -> None:
     """Call each function of `load_reward_funcs` once on two completions of the example, its gold answer (without one
     its prompt) and an empty one, and log its rewards. Reward models, not loaded yet, are left out. Raises RewardError.

@@ -9,18 +9,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from oracle import Completion, gradient, loss, mark_high_entropy
-from ragged import (
-    LEVELS,
-    LOSS_TYPES,
-    MODES,
-    cases,
-    completions,
-    gradients,
-    level_of,
-    named,
-    step_of,
-    tokens_of,
-)
+from ragged import LEVELS, LOSS_TYPES, MODES, cases, completions, gradients, level_of, named, step_of, tokens_of
 
 from grpo.algorithm.advantages import advantages
 from grpo.algorithm.loss import adapt_beta, grpo_loss, kl_divergence

@@ -44,15 +44,7 @@ from grpo.data.records import Example
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.preflight import RunDescription
 from grpo.run.recorder import Recorder
-from grpo.run.run_folder import (
-    checkpoints,
-    damage,
-    find_checkpoints,
-    read_progress,
-    step_of,
-    sum_files,
-    write_progress,
-)
+from grpo.run.run_folder import checkpoints, damage, find_checkpoints, read_progress, step_of, sum_files, write_progress
 from grpo.wire.picture_files import EncodedPicture
 
 

@@ -112,10 +112,7 @@ def test_a_server_killed_every_third_step_changes_nothing(model_folder, words, u
 
 def test_one_of_two_servers_killed_for_good_changes_nothing(model_folder, words, steady, undisturbed, tmp_path):
     run = tmp_path / "run"
-    with (
-        deterministic(model_folder, tmp_path) as killed,
-        training(2, words(run, killed.url, steady.url)) as process,
-    ):
+    with deterministic(model_folder, tmp_path) as killed, training(2, words(run, killed.url, steady.url)) as process:
         reach(process, run, 7)
         metrics = requests.get(killed.url + "/metrics", timeout=5).text
         assert 'grpo_ref_requests_total{path="/v1/logprobs",status="200"}' in metrics  # it is in use

@@ -299,10 +299,7 @@ def test_commits_that_wait_leave_threads_for_everything_else(make, model_folder,
     """More than the server has threads, while the model answers what came before them."""
     update, count = make(10), 135
     options = ["--update_folder", str(tmp_path / "new")]
-    with (
-        holding_server(model_folder, tmp_path, *options) as (server, go),
-        ThreadPoolExecutor(count + 1) as threads,
-    ):
+    with holding_server(model_folder, tmp_path, *options) as (server, go), ThreadPoolExecutor(count + 1) as threads:
         update.send(server)
         waiting = threads.submit(logprobs, server, [5], [[6]])
         wait_for_requests(server, 1)
