@@ -43,13 +43,9 @@ class Live(LiveTensors):
     def __init__(self):
         super().__init__(nn.Module())
 
-    def count(self, model: nn.Module) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._count(tensor.untyped_storage())
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def count(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type != "meta":  # DeepSpeed has some
-            super()._count(storage)
+            super().count(storage)
 
     def forget(self) -> int:
         """Begin a new peak; returns the last one."""
@@ -106,7 +102,8 @@ def run(case: dict, folder: str) -> dict:
     live = Live()
     with live:
         model = random_model(shape, dtype)
-        live.count(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            live.count(tensor.untyped_storage())
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         batcher = make_batcher(model, 0)

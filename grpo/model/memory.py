@@ -284,12 +284,16 @@ class LiveTensors(TorchDispatchMode):
         arguments, options = _on_one_device((arguments, options or {}))
         returned = function(*arguments, **options)
         for leaf in tree_leaves(returned):
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+            if isinstance(leaf, Tensor):
+                self.count(leaf.untyped_storage())
         return returned
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
 
     def _forget(self, place: int, size: int) -> None:
         self._known.remove(place)
