@@ -351,9 +351,8 @@ for line in sys.stdin:
     return MathProcess([sys.executable, "-c", script], deadline)
 
 
-def test_without_math_verify_expressions_are_compared_as_strings():
-    if reward.find_spec("math_verify"):
-        pytest.skip("math-verify is installed")
+def test_without_math_verify_expressions_are_compared_as_strings(monkeypatch):
+    monkeypatch.setattr(reward, "find_spec", lambda name: None)
     assert correctness(r"\frac{3}{4}", r"\frac{3}{4}") == 2.0
     assert correctness("1+x^2", "x^2+1") == correctness("0.75", r"\frac{3}{4}") == 0.0
     assert reward.math_process.process is None

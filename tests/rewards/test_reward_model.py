@@ -1,17 +1,13 @@
 """Reward models: in the trainer, and behind the real server, against transformers on one text at a time."""
 
-import gc
-import io
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from wsgiref.util import setup_testing_defaults
 
 import numpy as np
 import pytest
@@ -38,7 +34,6 @@ from demo.model import build_tokenizer
 from grpo.client.reference import ReferenceClient
 from grpo.client.server_errors import ServerError, ServersUnavailable
 from grpo.config.errors import ConfigError, RewardError
-from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import make_example
@@ -46,12 +41,10 @@ from grpo.data.records import Rollout
 from grpo.model.reward_model import load_reward_model, sequence_scores
 from grpo.rewards.compute import RewardModel, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.functions import TrainerState
-from grpo.server.model_service import ModelService
 from grpo.trainer.rewarding import score_rollouts
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.rewards import RewardAnswer, RewardRequest
-from ref_server import make_app
 
 CPU = torch.device("cpu")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
@@ -327,46 +320,6 @@ def test_400_for_what_is_malformed(served, body):
     answer = post(served, body)
     assert refusal(answer) == (400, "malformed")
     assert len(answer.content) < 1000
-
-
-@pytest.fixture
-def application(folders):
-    """The server's application, in this process."""
-    service = ModelService(ServerConfig(task="reward", model_name_or_path=str(folders["qwen2"])))
-    service.load()
-    yield make_app(service)
-    service.scorer.close()
-
-
-def test_refused_requests_leave_nothing_in_memory(application):
-    """One after the other, and nobody collects garbage: references in a circle would stay for ever."""
-    text = b"a" * (8 << 20)
-
-    def refused(body: bytes) -> tuple[int, str]:
-        environ = {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": str(len(body)), "wsgi.input": io.BytesIO(body)}
-        environ |= {"PATH_INFO": "/v1/rewards", "waitress.client_disconnected": lambda: False}
-        setup_testing_defaults(environ)
-        status = []
-        answer = b"".join(application(environ, lambda line, headers, exc_info=None: status.append(int(line[:3]))))
-        return status[0], json.loads(answer)["error"]["code"]
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
-
-    gc.disable()
-    try:
-        for body, expected in (
-            (b'{"inputs": ["' + text, (400, "malformed")),
-            (b'{"inputs": ["' + text + b'"]}', (422, "sequence_too_long")),
-            (b'{"inputs": [' + b'"a", ' * 5000 + b'"' + text + b'"]}', (413, "too_many_sequences")),
-        ):
-            assert refused(body) == expected
-            before = resident()
-            for _ in range(20):
-                assert refused(body) == expected
-            assert resident() < before + 50, expected
-    finally:
-        gc.enable()
 
 
 def test_the_limits_of_the_service_hold(served):
