@@ -173,8 +173,8 @@ def test_the_recipe_of_rloo_is_reinforce_with_the_mean_of_the_others_as_baseline
     penalty = config.beta * torch.stack(
         [kl_divergence(*map(torch.tensor, (c.logp, c.ref)), config.kl_estimator).double().sum() for c in batch]
     )
-    one = torch.ones(1, dtype=torch.float64)
-    found = advantages(one * torch.tensor([[rewards]]), one, config, penalty)[0].tolist()
+    unit = torch.ones(1, dtype=torch.float64)
+    found = advantages(unit * torch.tensor([[rewards]]), unit, config, penalty)[0].tolist()
     assert found == pytest.approx(expected, rel=1e-5)
     value, _, tokens = compute([dataclasses.replace(c, advantage=a) for c, a in zip(batch, found, strict=True)], config)
     slopes = [-advantage / 4 for advantage, c in zip(expected, batch, strict=True) for _ in c.logp]

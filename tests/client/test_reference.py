@@ -277,8 +277,8 @@ def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
             wait_until(lambda: ask(client, 4) or back.requests >= 10)
         ask(client, 20)
         wait_until(lambda: caplog.text.count("out of rotation") == 2)
-    said = [record.levelname for record in caplog.records if comes in record.getMessage()]
-    assert said == ["WARNING", "INFO", "WARNING"]
+    levels = [record.levelname for record in caplog.records if comes in record.getMessage()]
+    assert levels == ["WARNING", "INFO", "WARNING"]
 
 
 @pytest.mark.slow

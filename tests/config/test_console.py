@@ -49,5 +49,5 @@ from grpo.run.exit import exit_code
 exit(exit_code(print, (), ""))
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    said = "the system allows this process 64 open files, and it may need 256: raise the limit (ulimit -Hn)"
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"-c: error: {said}\n")
+    refused = "the system allows this process 64 open files, and it may need 256: raise the limit (ulimit -Hn)"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"-c: error: {refused}\n")

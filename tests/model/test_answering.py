@@ -83,17 +83,17 @@ def test_the_file_reaches_no_other_setting(model_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("reward_weights: [1, 1, --trust_remote_code]", "reward_weights='--trust_remote_code': use a number"),
         ("system_prompt: [a, --trust_remote_code]", "system_prompt=['a', '--trust_remote_code']: give a single value"),
     ],
 )
-def test_a_word_of_a_list_in_the_file_is_no_option(text, said, tmp_path, capsys):
+def test_a_word_of_a_list_in_the_file_is_no_option(text, reason, tmp_path, capsys):
     (tmp_path / ANSWERING).write_text(text)
     with pytest.raises(SystemExit):
         parsed(EvaluateConfig, "--model", tmp_path)
-    assert said in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["seed: [1", "a text", LAUGHS], ids=["YAML", "text", "aliases"])

@@ -134,5 +134,5 @@ except Exception as error:
     process = subprocess.Popen(
         [sys.executable, "-c", ask], cwd=REPOSITORY, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True
     )
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "ValueError" not in said and "GPU-8d1f2ab4" not in said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "ValueError" not in output and "GPU-8d1f2ab4" not in output

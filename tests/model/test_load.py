@@ -86,8 +86,8 @@ def test_a_weights_file_that_was_cut_short_is_refused(model_folder, tmp_path):
     load(model_folder)[0].save_pretrained(tmp_path, max_shard_size="300KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     os.truncate(shard, 1000)
-    said = re.escape(f"model_name_or_path='{tmp_path}': its weights are damaged (")
-    with pytest.raises(ConfigError, match=rf"^{said}.*\): copy or download it again$"):
+    refused = re.escape(f"model_name_or_path='{tmp_path}': its weights are damaged (")
+    with pytest.raises(ConfigError, match=rf"^{refused}.*\): copy or download it again$"):
         load(tmp_path)
 
 

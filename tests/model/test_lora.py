@@ -156,18 +156,18 @@ def test_the_step_of_two_ranks_is_that_of_plain_autograd(model_folder, adapters,
 def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind):
     base = scores(load_model(SharedConfig(model_name_or_path=str(model_folder)), CPU), temperature=0.9)
     model, _ = policy(*FLAGS[kind], model=model_folder)
-    own, batcher = AdapterOffReference(model, began_with_adapter=False), make_batcher(model, 0)
+    reference, batcher = AdapterOffReference(model, began_with_adapter=False), make_batcher(model, 0)
     move(model)
     before, places = snapshot(model), [weight.data_ptr() for weight in trained(model).values()]
     moved = scores(model, batcher, temperature=0.9)
-    answers = reference_scores(own, model, batcher, temperature=0.9)
+    answers = reference_scores(reference, model, batcher, temperature=0.9)
     assert [len(answer) for answer in answers] == [len(rest) for _, rest in PAIRS]
     assert torch.equal(torch.cat(answers), base)
     for budget in (1, 40):
-        cut = reference_scores(own, model, batcher, temperature=0.9, budget=budget)
+        cut = reference_scores(reference, model, batcher, temperature=0.9, budget=budget)
         assert_rounded(torch.cat(cut), base)
     # And nothing is left of it, also after an error.
-    with pytest.raises(IndexError), own.in_place():
+    with pytest.raises(IndexError), reference.in_place():
         raise IndexError
     assert (moved - base).abs().mean() > 0.01 and torch.equal(scores(model, batcher, temperature=0.9), moved)
     assert equal(before, snapshot(model))
@@ -177,11 +177,11 @@ def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind)
 @kinds
 def test_the_reference_is_the_adapter_that_a_run_began_with(adapters, kind):
     model, began_with_adapter = policy(model=adapters[kind])
-    own, batcher = AdapterOffReference(model, began_with_adapter), make_batcher(model, 0)
+    reference, batcher = AdapterOffReference(model, began_with_adapter), make_batcher(model, 0)
     start = scores(model, batcher)
     move(model)
     moved = scores(model, batcher)
-    assert torch.equal(torch.cat(reference_scores(own, model, batcher)), start)
+    assert torch.equal(torch.cat(reference_scores(reference, model, batcher)), start)
     assert (moved - start).abs().mean() > 0.01 and torch.equal(scores(model, batcher), moved)
     assert len(trained(model)) > 0
 
@@ -260,9 +260,9 @@ def test_the_tokenizer_is_the_adapters_own_or_its_bases(model_folder, tokenizer,
     assert not (folder / "tokenizer_config.json").exists()
     config = SharedConfig(model_name_or_path=str(folder))
     assert load_tokenizer(config).get_vocab() == tokenizer.get_vocab()
-    own = AutoTokenizer.from_pretrained(model_folder)
-    own.add_tokens(["<own>"])
-    own.save_pretrained(folder)
+    reference = AutoTokenizer.from_pretrained(model_folder)
+    reference.add_tokens(["<own>"])
+    reference.save_pretrained(folder)
     assert "<own>" in load_tokenizer(config).get_vocab()
 
 
@@ -283,7 +283,7 @@ def test_policy_and_server_agree_on_what_an_adapter_is(model_folder, adapters, t
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, reason",
     [
         (dict(modules_to_save=["norm"]), r"has modules_to_save=\['norm'\], which is more than LoRA"),
         (dict(bias="lora_only"), "has bias='lora_only'"),
@@ -292,11 +292,11 @@ def test_policy_and_server_agree_on_what_an_adapter_is(model_folder, adapters, t
         (dict(target_modules=["lm_head"]), "puts an adapter on the embeddings or the head"),
     ],
 )
-def test_other_adapters_are_refused(model_folder, tmp_path, settings, said):
+def test_other_adapters_are_refused(model_folder, tmp_path, settings, reason):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft, about what is tied
         folder = write_adapter(tmp_path / "adapter", model_folder, **settings)
-        with pytest.raises(ConfigError, match=f"model_name_or_path='{folder}': .*{said}"):
+        with pytest.raises(ConfigError, match=f"model_name_or_path='{folder}': .*{reason}"):
             load_model(SharedConfig(model_name_or_path=str(folder)), CPU)
 
 
@@ -310,8 +310,8 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
         "cannot be loaded .*no/such/base": {"base_model_name_or_path": "/no/such/base"},
     }
     folders = [copied(adapters["LoRA"], tmp_path / str(place), **case) for place, case in enumerate(cases.values())]
-    for folder, said in [(cut, "its weights are damaged"), *zip(folders, cases, strict=True)]:
-        with pytest.raises(ConfigError, match=said):
+    for folder, reason in [(cut, "its weights are damaged"), *zip(folders, cases, strict=True)]:
+        with pytest.raises(ConfigError, match=reason):
             load_model(SharedConfig(model_name_or_path=folder), CPU)
     other = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_folder), peft.IA3Config(task_type="CAUSAL_LM")
@@ -322,7 +322,7 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
 
 
 @pytest.mark.parametrize(
-    "targets, said",
+    "targets, reason",
     [
         (["nowhere"], r"lora_target_modules='nowhere': .* linear layers \(down_proj, .*, v_proj\), or all-linear$"),
         (["q_proj", "v_projj"], r"lora_target_modules='v_projj': the model has no such layer: "),
@@ -330,10 +330,10 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
         (["embed_tokens"], "embeddings or the head"),
     ],
 )
-def test_targets_that_do_not_work_are_refused(model_folder, targets, said):
+def test_targets_that_do_not_work_are_refused(model_folder, targets, reason):
     config = trainer("--lora_target_modules", *targets, model=model_folder)
     model = load_model(config, CPU)
-    with warnings.catch_warnings(), pytest.raises(ConfigError, match=said):
+    with warnings.catch_warnings(), pytest.raises(ConfigError, match=reason):
         warnings.simplefilter("ignore")
         train_adapter(model, config)
 

@@ -323,6 +323,6 @@ def test_an_adapter_stays_out_of_a_frozen_tower(family, targets):
 def test_a_model_without_one_is_refused(model_folder, data_folder):
     data = dict(dataset_name=str(data_folder), beta=0.0, max_prompt_length=50, max_completion_length=50)
     config = TrainerConfig(model_name_or_path=str(model_folder), freeze_vision_tower=True, **data)
-    said = f"^freeze_vision_tower=True: {model_folder} has no vision tower: leave it out$"
-    with pytest.raises(ConfigError, match=said):
+    refused = f"^freeze_vision_tower=True: {model_folder} has no vision tower: leave it out$"
+    with pytest.raises(ConfigError, match=refused):
         read_inputs(config, 0, 1, torch.device("cpu"))

@@ -131,13 +131,13 @@ def test_broken_masks_and_positions_are_seen_whatever_rounding_does(few, monkeyp
         padded = check_padded(model, 0)
         assert reason(model, padded, SOUND, monkeypatch) is None, seed
         for name, variant in BROKEN.items():
-            said = reason(model, padded, variant, monkeypatch) or "nothing is wrong"
-            assert said.startswith("gives other log-probs in packed batches"), (seed, name, said)
-        said = reason(model, padded, without_slopes, monkeypatch) or "nothing is wrong"
-        assert said.startswith("gives other gradients in packed batches"), (seed, said)
+            found = reason(model, padded, variant, monkeypatch) or "nothing is wrong"
+            assert found.startswith("gives other log-probs in packed batches"), (seed, name, found)
+        found = reason(model, padded, without_slopes, monkeypatch) or "nothing is wrong"
+        assert found.startswith("gives other gradients in packed batches"), (seed, found)
         counting_on(model)
-        said = reason(model, padded, noisy_segments, monkeypatch) or "nothing is wrong"
-        assert said.startswith("gives other log-probs in packed batches"), (seed, said)
+        found = reason(model, padded, noisy_segments, monkeypatch) or "nothing is wrong"
+        assert found.startswith("gives other log-probs in packed batches"), (seed, found)
 
 
 @pytest.mark.slow
@@ -177,6 +177,6 @@ def test_an_attention_that_does_not_run_is_named(caplog, monkeypatch):
     monkeypatch.setattr(trial, "variants_for", lambda model: ["varlen", "segments"])
     assert make_batcher(build(CONFIGS["qwen2"]), 0).longest_packed > 0
     first, second = [record for record in caplog.records if record.name == "grpo.model.trial"]
-    said = "attention over packed batches goes a slower way than varlen: Qwen2ForCausalLM takes no packed batch ("
-    assert first.levelname == "WARNING" and first.getMessage().startswith(said)
+    found = "attention over packed batches goes a slower way than varlen: Qwen2ForCausalLM takes no packed batch ("
+    assert first.levelname == "WARNING" and first.getMessage().startswith(found)
     assert second.getMessage() == "log-probs in packed batches, each prompt once (segments)"

@@ -160,11 +160,11 @@ def test_a_model_that_does_not_leave_out_padding_is_not_sampled_from(dtype, toke
         make_sampler(model, tokenizer, 8)
 
 
-@pytest.mark.parametrize("said", BLOCKS)
-def test_layers_that_draw_long_rows_from_other_keys_are_refused(said, tokenizer):
-    model = build(BLOCKS[said])
+@pytest.mark.parametrize("refused", BLOCKS)
+def test_layers_that_draw_long_rows_from_other_keys_are_refused(refused, tokenizer):
+    model = build(BLOCKS[refused])
     make_batcher(model, 0)  # a server may score with it
-    with pytest.raises(ConfigError, match=f"^{said}: in long rows a token is drawn .*: use another model$"):
+    with pytest.raises(ConfigError, match=f"^{refused}: in long rows a token is drawn .*: use another model$"):
         make_sampler(model, tokenizer, 8)
 
 
@@ -172,8 +172,8 @@ def test_a_model_that_cannot_draw_is_refused_with_what_it_said(tokenizer):
     layers = dict(layer_types=["linear_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=2)
     widths = dict(linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0)
     model = build(Qwen3NextConfig(**SMALL, **layers, **widths))
-    said = r"Qwen3NextForCausalLM cannot draw tokens \(ValueError: .*Attention layers.*\): use another model"
-    with pytest.raises(ConfigError, match=said):
+    refused = r"Qwen3NextForCausalLM cannot draw tokens \(ValueError: .*Attention layers.*\): use another model"
+    with pytest.raises(ConfigError, match=refused):
         make_sampler(model, tokenizer, 8)
 
 
@@ -221,8 +221,10 @@ def test_positions_that_depend_on_a_batchs_longest_row_are_used_up_to_where_they
     model = loaded(Phi3Config(**small, rope_parameters=LONGROPE), tmp_path)
     assert longest_sequence(model.config) == 32
     check_lengths(answering(32), model.config)
-    said = r"^max_completion_length=13: .* 33 tokens, and some/model .* up to 32 \(original_max_position_embeddings\): "
-    with pytest.raises(ConfigError, match=f"{said}lower one of them$"):
+    refused = (
+        r"^max_completion_length=13: .* 33 tokens, and some/model .* up to 32 \(original_max_position_embeddings\): "
+    )
+    with pytest.raises(ConfigError, match=f"{refused}lower one of them$"):
         check_lengths(answering(33), model.config)
     short, longest, beyond = ([5, 6, 7], [8, 9]), ([5, 6, 7], [8] * 29), ([5, 6, 7], [8] * 31)
     batcher = make_batcher(model, 0)

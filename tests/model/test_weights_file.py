@@ -63,9 +63,9 @@ def test_a_sample_is_of_the_whole_tensor_and_64_at_most(count):
 
 def test_a_models_weights_are_what_save_pretrained_saves(model, tmp_path):
     model.save_pretrained(tmp_path)
-    saved, own = load_file(tmp_path / "model.safetensors"), named_weights(model)
-    assert saved.keys() == own.keys() and "lm_head.weight" not in own  # it is tied
-    assert all(torch.equal(saved[name], tensor) for name, tensor in own.items())
+    saved, named = load_file(tmp_path / "model.safetensors"), named_weights(model)
+    assert saved.keys() == named.keys() and "lm_head.weight" not in named  # it is tied
+    assert all(torch.equal(saved[name], tensor) for name, tensor in named.items())
 
 
 def parse(header: object, data: int = 8, length: int | None = None) -> WeightsFile:

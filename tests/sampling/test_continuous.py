@@ -102,9 +102,9 @@ def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, m
         for graphs in (None, StepGraphs)
     )
     groups = few.sample(EXAMPLES, COPIES, 0.8, seed=1)
-    rows, slots, prompts, own = (set(sizes) for sizes in zip(*shapes, strict=True))
-    assert rows <= {7, 4, 2, 1} and own <= {64, 96, 100} and len(slots) == len(prompts) == 1
-    assert name != "qwen2" or (len(rows) >= 3 and len(own) == 3 and len(set(shapes)) < len(shapes) / 10)
+    rows, slots, prompts, completions = (set(sizes) for sizes in zip(*shapes, strict=True))
+    assert rows <= {7, 4, 2, 1} and completions <= {64, 96, 100} and len(slots) == len(prompts) == 1
+    assert name != "qwen2" or (len(rows) >= 3 and len(completions) == 3 and len(set(shapes)) < len(shapes) / 10)
     expected = plain.sample(EXAMPLES, COPIES, 0.8, seed=1)
     assert ids_of(groups) == ids_of(expected)
     assert_rounded(logprobs_of(groups), logprobs_of(expected))

@@ -159,7 +159,7 @@ def changed(prompt: PicturedPrompt, ids=None, files=None) -> PicturedPrompt:
 
 def wrong(plain: Plain) -> dict[str, tuple]:
     """Prompts that are refused, with status, code and words of the refusal."""
-    one, two = prompt_of(plain, SMALL), prompt_of(plain, SMALL, WIDE)
+    single, two = prompt_of(plain, SMALL), prompt_of(plain, SMALL, WIDE)
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     png, jpeg = encoded(Image.fromarray(noise)), encoded(Image.fromarray(noise), "JPEG")
     long = encoded(Image.new("RGB", (1000, 2)))
@@ -167,17 +167,22 @@ def wrong(plain: Plain) -> dict[str, tuple]:
     bad, fit = (400, "malformed"), (422, "wrong_pictures")
     in_one_row = changed(two, [token] * [*two].count(token))
     return {
-        "no picture": ([*one], *fit, f"sequence 0 has 4 tokens of a picture .id {token}., .* make 0"),
-        "another size": (changed(one, files=[WIDE]), *fit, "has 4 tokens of .* make more"),
-        "a token more": (changed(one, [*one, token]), *fit, "has 5 tokens of .* make 4"),
-        "no token": (changed(one, [20, 21]), *fit, "has 0 tokens"),
-        "a picture more": (changed(one, files=[SMALL, SMALL]), *fit, "make more"),
+        "no picture": ([*single], *fit, f"sequence 0 has 4 tokens of a picture .id {token}., .* make 0"),
+        "another size": (changed(single, files=[WIDE]), *fit, "has 4 tokens of .* make more"),
+        "a token more": (changed(single, [*single, token]), *fit, "has 5 tokens of .* make 4"),
+        "no token": (changed(single, [20, 21]), *fit, "has 0 tokens"),
+        "a picture more": (changed(single, files=[SMALL, SMALL]), *fit, "make more"),
         "a picture less": (changed(two, files=[SMALL]), *fit, "make 4"),
         "in one row": (in_one_row, *fit, "has pictures that this model cannot be fed"),
-        "an odd shape": (changed(one, files=[long]), *bad, "a picture of sequence 0 is refused by the model"),
-        "cut PNG": (changed(one, files=[png[:-200]]), *bad, "a picture of sequence 0 is damaged"),
-        "cut JPEG": (changed(one, files=[jpeg[:-200]]), *bad, "a picture of sequence 0 is damaged"),
-        "a bomb": (changed(one, files=[png_claiming(10**5, 10**5)]), 422, "too_many_pixels", "picture 0 has 100000 x"),
+        "an odd shape": (changed(single, files=[long]), *bad, "a picture of sequence 0 is refused by the model"),
+        "cut PNG": (changed(single, files=[png[:-200]]), *bad, "a picture of sequence 0 is damaged"),
+        "cut JPEG": (changed(single, files=[jpeg[:-200]]), *bad, "a picture of sequence 0 is damaged"),
+        "a bomb": (
+            changed(single, files=[png_claiming(10**5, 10**5)]),
+            422,
+            "too_many_pixels",
+            "picture 0 has 100000 x",
+        ),
     }
 
 
@@ -197,7 +202,7 @@ def test_pictures_that_do_not_fit_are_refused_and_the_next_request_is_answered(s
 
 def test_no_more_pictures_are_prepared_than_the_ids_stand_for(service, plain):
     """Else a small request would take much time."""
-    one = prompt_of(plain, SMALL)
+    single = prompt_of(plain, SMALL)
     check = service.pictures
     counted = []
 
@@ -209,7 +214,7 @@ def test_no_more_pictures_are_prepared_than_the_ids_stand_for(service, plain):
             return check.processor.count(files)
 
     with pytest.raises(ProtocolError, match="make more"):
-        PictureCheck(Counting(), None).check(LogprobsRequest.of(changed(one, files=[SMALL] * 256), [[5]], 1.0))
+        PictureCheck(Counting(), None).check(LogprobsRequest.of(changed(single, files=[SMALL] * 256), [[5]], 1.0))
     assert counted == [1, 1]
 
 

@@ -77,12 +77,12 @@ def test_a_policy_and_an_environment_take_turns(sampled, kind):
     assert any(rollout.outcome.finished for rollout in rollouts) and 1 < module.MOST[0] <= 6
     assert any(len(rollout.outcome.messages) > 1 for rollout in rollouts)
     for rollout in rollouts:
-        said = [message["content"] for message in rollout.outcome.messages if message["role"] == "user"]
+        heard = [message["content"] for message in rollout.outcome.messages if message["role"] == "user"]
         answered = [i for i, drawn in zip(rollout.completion_ids, rollout.drawn, strict=True) if not drawn]
-        assert tokenizer.decode(answered) == "".join(f"\n\n{text}\n\n" for text in said)
+        assert tokenizer.decode(answered) == "".join(f"\n\n{text}\n\n" for text in heard)
         steps = rollout.outcome.rewards["Echo"]
         # A step without an answer in the ids was the last, or its answer did not fit.
-        assert steps in (len(said), len(said) + 1) and len(rollout.completion_ids) <= LENGTH
+        assert steps in (len(heard), len(heard) + 1) and len(rollout.completion_ids) <= LENGTH
         assert rollout.finished == rollout.outcome.finished
 
 
