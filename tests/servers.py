@@ -47,7 +47,7 @@ def holding_server(model_folder, tmp_path, *options):
 
 
 def status(server) -> dict:
-    return requests.get(server.url + "/status", timeout=5).json()
+    return requests.get(server.url + "/status", timeout=20).json()
 
 
 def wait_until(happened, seconds=20) -> None:
