@@ -353,9 +353,9 @@ for line in sys.stdin:
 
 def test_without_math_verify_expressions_are_compared_as_strings(monkeypatch):
     monkeypatch.setattr(reward, "find_spec", lambda name: None)
+    monkeypatch.setattr(reward, "math_process", None)  # it is not asked
     assert correctness(r"\frac{3}{4}", r"\frac{3}{4}") == 2.0
     assert correctness("1+x^2", "x^2+1") == correctness("0.75", r"\frac{3}{4}") == 0.0
-    assert reward.math_process.process is None
 
 
 @pairs(
