@@ -127,7 +127,8 @@ class FairQueue:
             self._check_open()
             self._check_room(client, job.tokens_left)
             if not any(other.parts for other in self._jobs.values() if other.client == client):
-                self._end_turn(client)
+                others = {other.client for other in self._jobs.values()} - {client}
+                self._turns = [*filter(others.__contains__, self._turns), client]  # forgets clients without a job
             self._jobs[job.future], job.is_later = job, self._exchange is not None
             self._changed.notify()
         return job.future
@@ -182,20 +183,18 @@ class FairQueue:
             if not (waiting := self._waiting()):
                 return self._exchange
             if not self._deterministic:
-                return self._take_shared(deque(waiting))
-            client, job = next(iter(waiting.items()))
+                return self._take_shared(waiting)
+            client, (job, *_) = next(iter(waiting.items()))
             self._end_turn(client)
             return [(job, row) for row in job.parts.popleft()]
 
-    def _take_shared(self, turns: deque[str]) -> Batch:
+    def _take_shared(self, waiting: dict[str, deque[Job]]) -> Batch:
         """Take sequences of one temperature from each client in turn, up to the budget, and at least one."""
         batch: Batch = []
-        left, temperature = self.budget, None
+        turns, left, temperature = deque(waiting), self.budget, None
         while turns and left > 0:
             client = turns.popleft()
-            job = self._waiting().get(client)
-            if job is None:
-                continue
+            job = waiting[client][0]
             temperature = temperature or job.temperature
             if job.temperature != temperature:
                 continue  # for the next pass, whose first turn it will be
@@ -211,24 +210,27 @@ class FairQueue:
                 batch.append((job, rows.popleft()))
                 left -= count
             self._end_turn(client)
-            turns.append(client)
             if rows:
                 break
             job.parts.popleft()
+            if not job.parts:
+                waiting[client].popleft()
+            if waiting[client]:
+                turns.append(client)
         return batch
 
-    def _waiting(self) -> dict[str, Job]:
-        """Return each client's first job that waits and comes before an exchange, in the order of their turns."""
-        first: dict[str, Job] = {}
+    def _waiting(self) -> dict[str, deque[Job]]:
+        """Return each client's jobs that wait and come before an exchange, in the order of the clients' turns."""
+        jobs: dict[str, deque[Job]] = {}
         for job in self._jobs.values():
             if job.parts and not job.is_later:
-                first.setdefault(job.client, job)
-        return {client: first[client] for client in self._turns if client in first}
+                jobs.setdefault(job.client, deque()).append(job)
+        return {client: jobs[client] for client in self._turns if client in jobs}
 
     def _end_turn(self, client: str) -> None:
-        """Let a client be the last one; forget clients without a job."""
-        others = {job.client for job in self._jobs.values()} - {client}
-        self._turns = [*filter(others.__contains__, self._turns), client]
+        """Let a client be the last one."""
+        self._turns.remove(client)
+        self._turns.append(client)
 
     def finish_exchange(self, refusal: ProtocolError | None) -> None:
         """End the exchange, undone if there is a refusal, and continue with the requests that came after it."""
