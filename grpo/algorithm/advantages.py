@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.loss_settings import LossSection
 from grpo.config.user_code import load_function, modes_kept
 
@@ -240,7 +240,7 @@ def find_estimator(name: str) -> Estimator:
             result = function(rewards.clone())
         if not isinstance(result, Tensor) or result.shape != rewards.shape:
             raise ConfigError(
-                f"advantage_estimator={name!r}: it returned {' '.join(repr(result).split()):.200}: return a tensor of "
+                f"advantage_estimator={name!r}: it returned {one_line(repr(result), 200)}: return a tensor of "
                 f"the rewards' shape, {tuple(rewards.shape)}"
             )
         return result.detach().double()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, one_line
 from grpo.config.loss_settings import LossSection
 from grpo.config.user_code import load_function, modes_kept
 
@@ -249,7 +249,7 @@ def find_loss(loss_type: str) -> LossFunction:
         if not _are_terms(terms, inputs.logprobs):
             raise ConfigError(
                 f"loss_type={loss_type!r}: for {len(inputs.logprobs)} tokens it returned "
-                f"{' '.join(repr(terms).split()):.300}: return (policy, weights, metrics), two tensors with a value "
+                f"{one_line(repr(terms))}: return (policy, weights, metrics), two tensors with a value "
                 "for each token, policy with the gradient of inputs.logprobs or inputs.ratio, and a dict of "
                 "one-dimensional tensors by name"
             )

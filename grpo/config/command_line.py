@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 from yaml.composer import ComposerError
 
-from grpo.config.errors import ConfigError, did_you_mean, is_first_rank, program_name, say_once
+from grpo.config.errors import ConfigError, did_you_mean, is_first_rank, one_line, program_name, say_once
 from grpo.config.fields import default_of
 
 COMMON, ALL = "common", "all"
@@ -260,7 +260,7 @@ def _yaml_arguments(path: Path, program_fields: dict[str, dataclasses.Field]) ->
     except OSError as error:
         raise ConfigError(f"config='{path}': {error.strerror}: give the path of a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config='{path}': not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"config='{path}': not YAML: {one_line(error, None)}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"config='{path}': write one 'field: value' a line")
     known = program_fields

@@ -44,6 +44,11 @@ def require(ok: bool, field: str, value: Any, remedy: str) -> None:
         raise ConfigError(f"{field}={value!r}: {remedy}")
 
 
+def one_line(text: object, most: int | None = 300) -> str:
+    """Return the start of an error's or another object's text as a part of a sentence."""
+    return " ".join(str(text).split())[:most]
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return the closest known name as the end of a sentence, or ""."""
     close = difflib.get_close_matches(name, names, n=1)

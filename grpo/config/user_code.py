@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo.config.errors import ConfigError, did_you_mean
+from grpo.config.errors import ConfigError, did_you_mean, one_line
 
 Key = tuple[int | str, ...]  # the seed of a call's random numbers
 
@@ -146,7 +146,7 @@ def imported(field: str, name: str, path: str) -> Iterator[None]:
             stack = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in stack if Path(frame.filename).name == Path(path).name]
             place = f"{path}:{lines[-1]}" if lines else path
-        reason = " ".join(traceback.format_exception_only(error)[-1].split())
+        reason = one_line(traceback.format_exception_only(error)[-1], None)
         raise ConfigError(f"{field}={name!r}: {place} cannot be imported ({reason}): correct it") from error
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message
 
@@ -100,9 +100,10 @@ def render_prompt(
             reasons.append("leaves out the user's text")
         except Exception as error:  # a template is a program that comes with the model: it may raise anything
             reasons.append(f"refuses {place} ({type(error).__name__}: {error})")
-    reason = " ".join(reasons[0].split())[:300]
     remedy = "change the messages, set system_prompt to '' if it knows no system message, or use another model"
-    raise ConfigError(f"model_name_or_path={tokenizer.name_or_path!r}: its chat template {reason}: {remedy}")
+    raise ConfigError(
+        f"model_name_or_path={tokenizer.name_or_path!r}: its chat template {one_line(reasons[0])}: {remedy}"
+    )
 
 
 def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:

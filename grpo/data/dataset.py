@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, one_line
 from grpo.config.sampling_settings import AnsweringConfig
 from grpo.model.hub import can_ask_hub
 
@@ -61,7 +61,7 @@ def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any
 
 
 def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> ConfigError:
-    files, reason = _files(config, split), " ".join(str(error).split())[:300]
+    files, reason = _files(config, split), one_line(error)
     if not reason or any(words in reason for words in _WITHOUT_ROWS):
         reason = "there is no row in it"
     remedy = "give a local path, or a hub id within reach, and dataset_config if it has several configurations"

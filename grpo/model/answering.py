@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from grpo.config.command_line import load_yaml, to_yaml
-from grpo.config.errors import ConfigError, is_first_rank, program_name, require
+from grpo.config.errors import ConfigError, is_first_rank, one_line, program_name, require
 from grpo.config.loss_settings import RewardSection, is_users_own
 from grpo.config.sampling_settings import AnswerSection, DataSection, TurnsSection
 
@@ -44,7 +44,7 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
         if not isinstance(settings, dict):
             raise yaml.YAMLError("write one 'field: value' a line")
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = f"its {ANSWERING} cannot be read ({' '.join(str(error).split())})"
+        reason = f"its {ANSWERING} cannot be read ({one_line(error, None)})"
         raise ConfigError(f"model_name_or_path={model!r}: {reason}: mend or delete it") from error
     # A newer version may write more settings, and a stranger's file must not reach others, such as trust_remote_code.
     return str(path), {name: value for name, value in settings.items() if name in _NAMES}

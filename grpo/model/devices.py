@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 
 _OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|ALLOCATION_FAILED|can(no|')t allocate memory", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -81,7 +81,7 @@ def _reason() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return " ".join(str(error).split()).partition(". ")[0]
+        return one_line(error, None).partition(". ")[0]
     return "it finds none"
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.utils import get_session, httpx
 from safetensors import SafetensorError
 from transformers.utils import cached_file, find_adapter_config_file
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,6 @@ def refuse_unloadable(
         raise ConfigError(f"{field}={name!r}: its weights are damaged ({error}): copy or download it again") from error
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(f"{field}={name!r}: cannot be loaded ({one_line(error)}): {remedy}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """Return the start of an error's text as a part of a sentence."""
-    return " ".join(str(error).split())[:300]
 
 
 @cache

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.sampling_settings import PolicyConfig
-from grpo.model.hub import base_of, one_line, refuse_unloadable
+from grpo.model.hub import base_of, refuse_unloadable
 from grpo.model.pictures import vision_modules
 from grpo.model.weights_file import named_weights
 

@@ -25,9 +25,9 @@ from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from grpo.config.errors import require
+from grpo.config.errors import one_line, require
 from grpo.config.sampling_settings import SharedConfig
-from grpo.model.hub import base_of, find_file, one_line, refuse_unloadable
+from grpo.model.hub import base_of, find_file, refuse_unloadable
 from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import MOST_PIXELS, PicturedPrompt, PictureError, check_picture, open_picture
 

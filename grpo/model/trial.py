@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.model.devices import is_out_of_memory
-from grpo.model.hub import one_line
 from grpo.model.load import NO_LIMIT
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids

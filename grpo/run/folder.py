@@ -24,11 +24,10 @@ from huggingface_hub.utils import httpx
 from jinja2 import Environment
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, one_line
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import with_system_prompt
 from grpo.model.answering import write_answering
-from grpo.model.hub import one_line
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
 from grpo.run.json_lines import read_records, with_error

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from grpo.config.command_line import write_config
-from grpo.config.errors import COMMAND, ConfigError
+from grpo.config.errors import COMMAND, ConfigError, one_line
 from grpo.config.fields import REPOSITORY
 from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
-from grpo.model.hub import one_line
 from grpo.run.collective import gather
 from grpo.run.folder import SaveError
 from grpo.run.json_lines import keep_pictures, read_record, to_json

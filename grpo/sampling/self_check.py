@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, one_line
 from grpo.data.records import Example
 from grpo.data.responder import Responder
 from grpo.model.devices import is_out_of_memory
@@ -52,7 +52,7 @@ def check_sampling(
     except Exception as error:
         if is_out_of_memory(error):  # says nothing about the model
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
     *_, (different, _) = trial_sequences(model, vision, prompts_at=5)
     batcher = Batcher(pad_token_id, longest_packed=0, vision=vision)

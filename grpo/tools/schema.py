@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.user_code import load_function
 
 _TYPES = {
@@ -62,9 +62,8 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
         name = schema["function"]["name"]
         signature = inspect.signature(function)
     except Exception as error:  # it reads the user's hints, which may be anything
-        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{field}={value!r}: a model cannot be told what {function.__name__} does ({reason}): "
+            f"{field}={value!r}: a model cannot be told what {function.__name__} does ({one_line(error)}): "
             "give each argument a type hint, and the docstring a first line and Args: with a line for each argument"
         ) from error
     for parameter in signature.parameters.values():

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.data.chat_template import place_pictures
 
 _MARK, _ANSWER = "MarkOfTheTurn", "MarkOfTheAnswer"
@@ -91,7 +91,7 @@ class AnswerTemplate:
             except Exception as error:  # a template is a program that comes with the model: it may raise anything
                 reasons.append(str(error) if isinstance(error, _Unfit) else f"refuses them ({error})")
         roles = " and ".join(answer["role"] for answer in answers)
-        reason = f"its chat template cannot write tools and answers of {roles}: it {' '.join(reasons[0].split())[:300]}"
+        reason = f"its chat template cannot write tools and answers of {roles}: it {one_line(reasons[0])}"
         remedy = "use a model that was trained with them"
         raise ConfigError(f"model_name_or_path={self._tokenizer.name_or_path!r}: {reason}: {remedy}")
 

@@ -20,11 +20,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from grpo.config.console import free_port
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, one_line
 from grpo.config.fields import REPOSITORY
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
-from grpo.model.hub import one_line
 from grpo.model.load import resolve_dtype
 from grpo.model.lora import require_packages
 from grpo.run.collective import gather, own_place

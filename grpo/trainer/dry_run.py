@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from grpo.client.connection import Connection
 from grpo.client.reference import check_reference
 from grpo.client.server_errors import RequestFailure, ServerError
-from grpo.config.errors import COMMAND, ConfigError
+from grpo.config.errors import COMMAND, ConfigError, one_line
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe_without_weights
-from grpo.model.hub import one_line, refuse_unloadable
+from grpo.model.hub import refuse_unloadable
 from grpo.model.load import refuse_hub_kernels, resolve_dtype
 from grpo.model.lora import check_adapter
 from grpo.model.memory import Memory, Terms, change_lines, trainer_lines

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from grpo.config.errors import ConfigError, RewardError
+from grpo.config.errors import ConfigError, RewardError, one_line
 from grpo.config.programs import WorkerConfig
 from grpo.config.sampling_settings import SharedConfig
 from grpo.data.records import Example
@@ -104,7 +104,7 @@ def _failures() -> Iterator[None]:
     except (ConfigError, FloatingPointError, SafetensorError, OSError) as error:
         raise EngineError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         if is_out_of_memory(error):
             reason = f"out of memory ({reason}): a group of the run is too large for this worker"
         raise EngineError(reason) from error

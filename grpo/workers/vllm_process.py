@@ -18,6 +18,7 @@ from typing import Any
 import requests
 
 from grpo.config.console import free_port
+from grpo.config.errors import one_line
 from grpo.workers.engine import EngineError
 
 START_SECONDS = 1800.0  # a large model from a slow disk, and what vLLM compiles
@@ -91,7 +92,7 @@ class VllmServer:
             answer = self._request(method, path, seconds, body)
             if answer.status_code == 200:
                 return answer.content
-            failure = f"vLLM answered {answer.status_code}: {' '.join(answer.text.split())[:300]}"
+            failure = f"vLLM answered {answer.status_code}: {one_line(answer.text)}"
         except requests.RequestException as error:
             failure = type(error).__name__
         # It may just be ending, which is the reason then.
@@ -122,7 +123,7 @@ class VllmServer:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             errors = _ERROR.findall(file.read().decode(errors="replace"))
         causes = [error for error in errors if not _CONSEQUENCES.search(error)]
-        return " ".join((causes or errors or [""])[0].split())[:300]
+        return one_line((causes or errors or [""])[0])
 
     def end(self, reason: str = "") -> None:
         """End the server and every process below it, for `reason`. Any number of times."""
