@@ -83,10 +83,14 @@ class ReferenceSection(Section):
     ref: Literal["server", "adapter_off"] = option(
         "server", "who computes reference log-probs: a server, or the trainer with its (new) adapter off", common=True
     )
-    ref_servers: list[str] | None = option(None, "URLs of equal reference servers; unset: this machine's", common=True)
-    allow_other_reference: bool = option(False, "take a server with another model than the policy's first")
-    ref_update_steps: int = option(0, "updates between references, sent to update_folder; 0 is never", at_least=0)
-    ref_mixup_alpha: float = option(1.0, "the policy's share", needs="ref_update_steps above 0", above=0, at_most=1)
+    ref_servers: list[str] | None = option(
+        None, "URLs of reference servers with the same model; unset is http://127.0.0.1:PORT", common=True
+    )
+    allow_other_reference: bool = option(False, "accept a reference of another model than the policy starts from")
+    ref_update_steps: int = option(0, "updates between new references, if servers take them; 0 is never", at_least=0)
+    ref_mixup_alpha: float = option(
+        1.0, "share of the policy in a new reference (TRL: 0.6)", needs="ref_update_steps above 0", above=0, at_most=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,7 +33,9 @@ class LossSection(Section):
     )
     importance_sampling_level: Literal["token", "sequence"] = option("token", "ratio of each token, or sequence (GSPO)")
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
-    epsilon_high: float | None = option(None, "upper clip, at 1 + it (cispo: it); unset: epsilon, or 5.0", at_least=0)
+    epsilon_high: float | None = option(
+        None, "it is clipped above at 1 + epsilon_high (cispo: epsilon_high); unset is epsilon (cispo: 5.0)", at_least=0
+    )
     delta: float | None = option(None, "bound above 1 + epsilon_high where the advantage is negative (dual clip)")
     advantage_estimator: str = option(
         "grpo", f"{', '.join(ADVANTAGE_ESTIMATORS)} (docs/recipes.md), or your function as path/to/file.py:function"
@@ -46,18 +48,20 @@ class LossSection(Section):
     )
     reward_tolerance: float = option(0.0, "a group whose rewards differ by no more has advantages of 0", at_least=0)
     beta: float = option(0.04, "weight of the KL to the reference; 0 needs no server", at_least=0, common=True)
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option("k3", "k3+ is k3 with k2's gradient", needs="beta above 0")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
+        "k3", "how single tokens estimate the KL; k3+ has the value of k3 and the gradient of k2", needs="beta above 0"
+    )
     kl_in_reward: bool = option(False, "subtract beta x KL from a reward, in place of a KL term", needs="beta above 0")
     kl_target: float | None = option(None, "adapt beta to this KL, in nats a token", needs="beta above 0", above=0)
     use_bias_correction_kl: bool = option(False, "multiply the KL by the ratio (DeepSeek-V3.2)", needs="beta above 0")
-    entropy_coef: float = option(0.0, "weight of a bonus for entropy; the first if adaptive", at_least=0)
+    entropy_coef: float = option(0.0, "weight of a bonus for entropy; if adaptive, its first value", at_least=0)
     use_adaptive_entropy: bool = option(False, "adapt entropy_coef, and use it where entropy is at most entropy_target")
     entropy_coef_min: float = option(0.0, "lower bound of entropy_coef", needs="use_adaptive_entropy", at_least=0)
     entropy_coef_max: float = option(1.0, "upper bound of entropy_coef", needs="use_adaptive_entropy", at_least=0)
-    entropy_coef_delta: float = option(0.005, "change a step, up or down", needs="use_adaptive_entropy", at_least=0)
+    entropy_coef_delta: float = option(0.005, "entropy_coef's change a step", needs="use_adaptive_entropy", at_least=0)
     entropy_target: float = option(0.2, "mean entropy to reach, in nats", needs="use_adaptive_entropy", at_least=0)
     router_aux_loss_coef: float = option(0.0, "weight of the loss that balances a mixture's experts", at_least=0)
-    top_entropy_quantile: float = option(1.0, "share of the tokens in the policy term, by entropy", above=0, at_most=1)
+    top_entropy_quantile: float = option(1.0, "share of tokens, by entropy, in the policy term", above=0, at_most=1)
     mask_truncated_completions: bool = option(False, "leave truncated completions out of the loss and its divisor")
     importance_sampling_mode: (
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
@@ -66,11 +70,15 @@ class LossSection(Section):
         "weigh the loss by the ratio of policy and sampler, truncated or masked beyond the bounds. Unset is "
         "token_truncate with sampler pool, else none, or the value of the run to continue",
     )
-    importance_sampling_clip_max: float | None = option(3.0, "largest ratio", needs="importance_sampling_mode", above=0)
+    importance_sampling_clip_max: float | None = option(
+        3.0, "upper bound of the ratio of policy and sampler", needs="importance_sampling_mode", above=0
+    )
     importance_sampling_clip_min: float | None = option(
         None, "lower bound of the ratio of policy and sampler", needs="importance_sampling_mode", at_least=0
     )
-    off_policy_mask_threshold: float | None = option(None, "drop negative sequences this far off, nats/token", above=0)
+    off_policy_mask_threshold: float | None = option(
+        None, "drop sequences of negative advantage that the policy moved further from, in nats a token", above=0
+    )
 
     @property
     def upper_clip(self) -> float:
@@ -153,9 +161,11 @@ class RewardSection(Section):
         common=True,
         may_be_empty=True,
     )
-    reward_weights: list[float] | None = option(None, "weight of each; unset is 1", common=True, may_be_empty=True)
-    soft_punish_cache: int = option(0, "last tokens of a completion, punished from 0 to -1 (DAPO)", at_least=0)
-    reward_timeout: float | None = option(None, "seconds for a completion's reward, then in a process", above=0)
+    reward_weights: list[float] | None = option(None, "weight of each, by default 1", common=True, may_be_empty=True)
+    soft_punish_cache: int = option(0, "last tokens before the maximum, punished from 0 to -1 (DAPO)", at_least=0)
+    reward_timeout: float | None = option(
+        None, "seconds for a completion's reward: functions run in processes, killed if they hang", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,7 +46,9 @@ class AdapterSection(Section):
     use_peft: bool = option(False, "train a LoRA adapter, a new one or a loaded one", common=True)
     lora_r: int = option(16, "rank of a new adapter; a loaded one keeps its settings", needs="use_peft", above=0)
     lora_alpha: int = option(32, "the adapter is scaled by lora_alpha / lora_r", needs="use_peft", above=0)
-    lora_target_modules: list[str] | None = option(None, "adapted layers; unset: peft's, all-linear", needs="use_peft")
+    lora_target_modules: list[str] | None = option(
+        None, "layers that get an adapter, or all-linear; unset is peft's choice, else all-linear", needs="use_peft"
+    )
     use_rslora: bool = option(False, "scale it by lora_alpha / sqrt(lora_r) instead (rsLoRA)", needs="use_peft")
     use_dora: bool = option(False, "DoRA: train a magnitude beside LoRA's direction", needs="use_peft")
     merge_on_save: bool = option(False, "save the adapter merged into the base, as a whole model", needs="use_peft")
@@ -61,7 +63,9 @@ class TurnsCodeSection(Section):
 
     tools: list[str] = option([], "functions that the model may call: path/to/file.py:function", may_be_empty=True)
     environment: str | None = option(None, "class that answers the model: path/to/file.py:Class")
-    tool_timeout: float | None = option(None, "seconds for a call, which then is in a process", needs=ANSWERED, above=0)
+    tool_timeout: float | None = option(
+        None, "seconds for a call: calls run in processes, killed if they hang", needs=ANSWERED, above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +117,7 @@ class AnswerSection(Section):
     )
     chat_template_kwargs: dict | str | None = option(None, "arguments of the template: '{\"enable_thinking\": false}'")
     max_completion_length: int = option(512, "most tokens that a completion may have", above=0, common=True)
-    temperature: float = option(1.0, "divides the logits; 0 is greedy, in the chat", at_least=0, common=True)
+    temperature: float = option(1.0, "logits are divided by it; 0: greedy, chat only", at_least=0, common=True)
     seed: int = option(42, "decides the order of prompts and all samples", at_least=0, below=2**31, common=True)
 
     def __post_init__(self) -> None:

@@ -58,8 +58,10 @@ class TrainingSection(Section):
     )
     steps_per_generation: int = option(1, "updates that one round of generation feeds, each with new prompts", above=0)
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
-    micro_batch_tokens: int = option(16384, "tokens in a pass: fewer need less memory", above=0, common=True)
-    learning_rate: float | None = option(None, "peak rate; unset: 1e-6, LoRA 1e-5, or the run's", common=True, above=0)
+    micro_batch_tokens: int = option(16384, "tokens in a pass: lower it if memory runs out", above=0, common=True)
+    learning_rate: float | None = option(
+        None, "AdamW's peak rate; unset is 1e-6, with use_peft 1e-5, or that of a continued run", common=True, above=0
+    )
     lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
         "constant_with_warmup", "course of the learning rate after its linear warm-up"
     )
@@ -72,7 +74,7 @@ class TrainingSection(Section):
     gradient_checkpointing: bool = option(
         True, "recompute activations: less memory, more time", off="keep activations: more memory, less time"
     )
-    deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's own settings; the trainer fills in auto")
+    deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's settings; the trainer fills in what says auto")
 
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
         """Give unset settings the value of the run to continue, or their default."""
