@@ -1,4 +1,4 @@
-"""Finds models and datasets by name: a path is never looked up on the hub, and a hub out of reach is tried once."""
+"""Finds models and datasets by name: what can only be a path is never asked of the hub, and a hub out of reach once."""
 
 from __future__ import annotations
 

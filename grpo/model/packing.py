@@ -243,7 +243,7 @@ def _batch(
     pictures: dict[str, Tensor] = {}
     outside = np.zeros(ids.size, bool)
     if pictured := [(prompt, start) for prompt, start in prompts if isinstance(prompt, PicturedPrompt)]:
-        pictures = vision.join([inputs for prompt, _ in pictured for inputs in vision.inputs(prompt)])
+        pictures = vision.inputs([prompt for prompt, _ in pictured])
         pieces = ids.ravel() == vision.token_id
         outside = pieces.copy()
         for prompt, start in pictured:

@@ -195,7 +195,6 @@ class Vision:
 
     def __init__(self, processor: PictureProcessor, model: PreTrainedModel):
         self._processor, self._device = processor, model.device
-        self.join = processor.join
         self._get_positions = getattr(model.base_model, "get_rope_index", None)
         self.token_id = processor.token_id
         self.has_positions = self._get_positions is not None
@@ -204,18 +203,19 @@ class Vision:
         self.filler = processor.encode(processor.placeholder, [_noise(8, 8, 0)], False) if is_trained else None
         """a prompt of one small picture, if the vision tower is trained; else None"""
 
-    def inputs(self, prompt: PicturedPrompt) -> list[dict[str, Tensor]]:
-        """Return the vision tower's inputs for each of a prompt's pictures. Raises PictureError if one is damaged."""
-        return self._processor.inputs(prompt.pictures)
+    def inputs(self, prompts: Sequence[PicturedPrompt]) -> dict[str, Tensor]:
+        """Return the vision tower's inputs for these prompts, by name. Raises PictureError if a picture is damaged."""
+        return self._processor.join(self._processor.inputs([file for prompt in prompts for file in prompt.pictures]))
 
     def positions(self, prompt: PicturedPrompt) -> np.ndarray:
         """Return int64 [tokens], or for a model that has them [3, tokens], time, row and column of each token."""
         if not self.has_positions:
             return np.arange(len(prompt))
         ids = torch.from_numpy(np.asarray(prompt, np.int64)).unsqueeze(0)
-        grids = [{name: fed[name] for name in fed if name.endswith("grid_thw")} for fed in self.inputs(prompt)]
+        inputs = self._processor.inputs(prompt.pictures)
+        grids = [{name: fed[name] for name in fed if name.endswith("grid_thw")} for fed in inputs]
         types = (ids == self.token_id).int()
-        positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=types, **self.join(grids))
+        positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=types, **self._processor.join(grids))
         return positions[:, 0].numpy()
 
     def first_position(self, prompt: PicturedPrompt) -> int:
@@ -227,7 +227,7 @@ class Vision:
         pictured = [prompt for prompt in prompts if isinstance(prompt, PicturedPrompt)]
         if not pictured:
             return {}
-        inputs = self.join([fed for prompt in pictured for fed in self._processor.inputs(prompt.pictures)])
+        inputs = self.inputs(pictured)
         if self._processor.types_name is not None:
             inputs[self._processor.types_name] = (input_ids == self.token_id).long()
         return {name: value.to(self._device) for name, value in inputs.items()}
