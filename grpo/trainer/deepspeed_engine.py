@@ -154,8 +154,8 @@ def join_ranks(config: TrainerConfig) -> Ranks:
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     held = memory_of_others(device)
-    names = [torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())]
-    watchdog = Watchdog(rank, world_size, hint=p2p_hint(names))
+    cards = range(torch.cuda.device_count()) if device.type == "cuda" else ()  # on the CPU CUDA may be broken
+    watchdog = Watchdog(rank, world_size, hint=p2p_hint([torch.cuda.get_device_name(card) for card in cards]))
     deepspeed.init_distributed(verbose=False, timeout=_longest_collective(config))
     shared_cards = describe_shared_cards(gather(held))
     watchdog.met = True
