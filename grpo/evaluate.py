@@ -105,7 +105,6 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
     """Format the metrics for people."""
-
     data = config.dataset_name if _is_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
     samples, number, percent, tokens = config.num_generations_eval, (3, 1, ""), (1, 100, " %"), (1, 1, "")
     by_function = [name for name in metrics if name.startswith("eval_rewards/")]
