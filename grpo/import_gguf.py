@@ -1,0 +1,106 @@
+"""Makes a folder that every program takes out of a GGUF file, the format of llama.cpp and Ollama.
+
+    python -m grpo.import_gguf SmolLM2-135M-Instruct.Q4_1.gguf smollm2
+    python -m grpo.launch --model_name_or_path smollm2
+
+The folder has the weights in float32, config.json and the tokenizer with its chat template. Quantized weights have lost
+digits: where the model's own folder or hub id is at hand, train that. Needs the package gguf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo.config.errors import ConfigError, require
+from grpo.run.exit import exit_code
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Values of `tokenizer.ggml.pre` whose words GPT-2's pattern splits, and those that before it take each digit out alone.
+# https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
+GPT2_WORDS = {"gpt-2", "phi-2", "mpt", "olmo"}
+SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r"}
+
+
+def import_gguf(path: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as `from_pretrained` reads it. Raises ConfigError and SaveError."""
+    from grpo.model.hub import refuse_unloadable
+    from grpo.model.lora import require_packages
+    from grpo.run.folder import whole_folder
+    from grpo.run.run_folder import check_writable
+
+    require(path.is_file(), "file", str(path), "there is no such file: correct the path")
+    require(not folder.exists(), "folder", str(folder), "it exists already: name another folder, or delete it")
+    check_writable("folder", folder)
+    require_packages("file", str(path), "gguf")
+    with refuse_unloadable("file", str(path), "name a GGUF file of an architecture that transformers knows"):
+        tokenizer, model = load_tokenizer(path), load_weights(path)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    with whole_folder(folder, "model") as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, and let it split words as the file says. Raises ConfigError where that is unknown."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    fields = GGUFReader(path).fields
+    kind, words = (
+        fields[name].contents() if name in fields else "" for name in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    if kind == "gpt2" and isinstance(splitter, pre_tokenizers.ByteLevel):  # transformers took GPT-2's pattern
+        if words in SINGLE_DIGITS:
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, splitter])
+        elif words not in GPT2_WORDS:
+            remedy = f"its tokenizer splits words as {words!r}, which is unknown here: name the model's own folder"
+            raise ConfigError(f"file={str(path)!r}: {remedy}")
+    return tokenizer
+
+
+def load_weights(path: Path) -> PreTrainedModel:
+    """Load the model in float32, as if its weights had never been quantized."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    read = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    settings = read.config
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    model.load_state_dict(read.state_dict(), assign=True)  # save_pretrained refuses what came from a GGUF file
+    model.generation_config = read.generation_config
+    return model
+
+
+def main() -> int:
+    from grpo.run.folder import SaveError
+
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo.import_gguf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, help="the GGUF file")
+    parser.add_argument("folder", type=Path, help="folder to make")
+    arguments = parser.parse_args()
+
+    def work() -> None:
+        import_gguf(arguments.file, arguments.folder)
+        print(f"the model is in {arguments.folder}: --model_name_or_path {arguments.folder}")
+
+    return exit_code(work, (SaveError,), "interrupted; nothing is left")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
