@@ -20,11 +20,8 @@ import json
 import logging
 import math
 import os
-import shutil
 import statistics
-import subprocess
 import sys
-import time
 import warnings
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -33,10 +30,10 @@ from pathlib import Path
 import torch
 
 import reward
+from benchmarks import trl_side
 from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.__main__ import CONFIG, ENVIRONMENT, prepare, train
 from grpo.config.command_line import parse_arguments
-from grpo.config.console import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import load_examples
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
@@ -89,99 +86,14 @@ def run_ours(folder: Path, seed: int) -> Run:
 
 def run_theirs(folder: Path, seed: int, processes: int) -> Run:
     output = folder / f"trl-{processes}"
-    shutil.rmtree(output, ignore_errors=True)
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        command += ["torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port(), "-m"]
-    command += ["benchmarks.demo_step", "--worker", folder, output, "--seeds", seed]
-    # Two cores: one thread for each of two processes, or both for one.
-    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(2 // processes)}
-    output.mkdir(parents=True)
-    with open(output / "log", "w") as log:
-        done = subprocess.run(
-            list(map(str, command)), env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
-        )
-    if done.returncode != 0:
-        sys.exit(f"TRL ended with code {done.returncode}: see {output / 'log'}")
-    measured = json.loads((output / "measured.json").read_text())
+    words = ["--worker", folder, output, "--seeds", seed]
+    measured = trl_side.start("benchmarks.demo_step", output, processes, words)
     return Run(measured["seconds"], measured["tokens"], accuracy(folder, seed, output / "model"))
 
 
 def worker(folder: Path, output: Path, seed: int) -> None:
-    """One process of TRL's side, to the end of its training."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    config = settings(folder, seed)
-    sequences = config.prompts_per_step * config.num_generations
-    tokenizer = load_tokenizer(config)
-    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=False)
-    if tokenizer([example.prompt for example in examples])["input_ids"] != [example.prompt_ids for example in examples]:
-        sys.exit("TRL would not see the same prompts")
-
-    class Clock(TrainerCallback):
-        seconds: list[float] = []  # noqa: RUF012
-        tokens: list[float] = []  # noqa: RUF012
-
-        def on_step_begin(self, *_, **__):
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *_, **__):
-            self.seconds.append(time.perf_counter() - self.start)
-
-        def on_log(self, args, state, control, logs, **_):
-            if "completions/mean_length" in logs:
-                self.tokens.append(logs["completions/mean_length"] * sequences)
-
-    clock = Clock()
-    trainer = GRPOTrainer(
-        config.model_name_or_path,
-        reward_funcs=[reward.correctness_reward, reward.format_reward],
-        args=GRPOConfig(
-            str(output),
-            # The same step.
-            loss_type="grpo",
-            beta=config.beta,
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            use_bias_correction_kl=False,
-            temperature=config.temperature,
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            max_steps=config.max_steps,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type=config.lr_scheduler_type,
-            warmup_steps=config.warmup_steps,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            seed=seed,
-            bf16=False,
-            # What makes it fast here: the whole share in one micro-batch, nothing computed twice, and no search for
-            # parameters that got no gradient.
-            per_device_train_batch_size=sequences // processes,
-            gradient_checkpointing=False,
-            ddp_find_unused_parameters=False,
-            use_cpu=True,
-            ddp_backend="gloo" if processes > 1 else None,
-            dataloader_pin_memory=False,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_list([{"prompt": one.prompt, "answer": one.gold} for one in examples]),
-        processing_class=tokenizer,
-        callbacks=[clock],
-    )
-    trainer.train()
-    if trainer.accelerator.is_main_process:
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(output / "model")
-        tokenizer.save_pretrained(output / "model")
-        (output / "measured.json").write_text(json.dumps({"seconds": clock.seconds, "tokens": clock.tokens}))
+    """Do one process's part of TRL's side, to the end of its training."""
+    trl_side.train(settings(folder, seed), [reward.correctness_reward, reward.format_reward], output)
 
 
 def accuracy(folder: Path, seed: int, model_folder: Path) -> float:

@@ -1,0 +1,129 @@
+"""TRL's side of a comparison: GRPOTrainer with our settings, data and rewards, its steps timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from demo.__main__ import ENVIRONMENT
+from grpo.config.console import free_port
+from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import load_examples
+from grpo.model.load import load_tokenizer
+
+
+def start(module: str, output: Path, processes: int, words: list[object]) -> dict:
+    """Run `python -m module words` in so many processes on two cores, and return what `train` measured in `output`."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    command = [sys.executable, "-m"]
+    if processes > 1:
+        command += ["torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port(), "-m"]
+    # Two cores: one thread for each of two processes, or both for one.
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(2 // processes)}
+    with open(output / "log", "w") as log:
+        command = list(map(str, [*command, module, *words]))
+        done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        sys.exit(f"TRL ended with code {done.returncode}: see {output / 'log'}")
+    return json.loads((output / "measured.json").read_text())
+
+
+def train(
+    config: TrainerConfig,
+    reward_funcs: list[Callable],
+    output: Path,
+    evaluation: Callable[[object, object], dict] | None = None,
+) -> None:
+    """Train as `config` says, in one process of TRL's side; write the model and measured.json to `output`.
+
+    `evaluation` is called with the model and the tokenizer before the first step and after each `eval_steps`; its time
+    does not count.
+    """
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    sequences = config.prompts_per_step * config.num_generations
+    tokenizer = load_tokenizer(config)
+    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=False)
+    if tokenizer([example.prompt for example in examples])["input_ids"] != [example.prompt_ids for example in examples]:
+        sys.exit("TRL would not see the same prompts")
+    measured: dict[str, list] = {"seconds": [], "tokens": [], "reward": [], "kl": [], "evaluations": []}
+
+    class Clock(TrainerCallback):
+        def evaluate(self, step: int, model) -> None:
+            if evaluation is not None:
+                measured["evaluations"].append({"step": step, **evaluation(model, tokenizer)})
+
+        def on_train_begin(self, args, state, control, model, **_):
+            self.evaluate(0, model)
+
+        def on_step_begin(self, *_, **__):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, args, state, control, model, **_):
+            measured["seconds"].append(time.perf_counter() - self.start)
+            is_last = state.global_step == config.max_steps
+            if evaluation is not None and (is_last or state.global_step % config.eval_steps == 0):
+                self.evaluate(state.global_step, model)
+
+        def on_log(self, args, state, control, logs, **_):
+            if "completions/mean_length" in logs:
+                measured["tokens"].append(logs["completions/mean_length"] * sequences)
+                measured["reward"].append(logs["reward"])
+                measured["kl"].append(logs.get("kl", 0.0))
+
+    trainer = GRPOTrainer(
+        config.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=GRPOConfig(
+            str(output),
+            # The same step.
+            loss_type="grpo",
+            beta=config.beta,
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            use_bias_correction_kl=False,
+            temperature=config.temperature,
+            num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length,
+            max_steps=config.max_steps,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type=config.lr_scheduler_type,
+            warmup_steps=config.warmup_steps,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            seed=config.seed,
+            bf16=False,
+            # What makes it fast here: the whole share in one micro-batch, nothing computed twice, and no search for
+            # parameters that got no gradient.
+            per_device_train_batch_size=sequences // processes,
+            gradient_checkpointing=False,
+            ddp_find_unused_parameters=False,
+            use_cpu=True,
+            ddp_backend="gloo" if processes > 1 else None,
+            dataloader_pin_memory=False,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": example.prompt, "answer": example.gold} for example in examples]),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(output / "model")
+        tokenizer.save_pretrained(output / "model")
+        (output / "measured.json").write_text(json.dumps(measured))
