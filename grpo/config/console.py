@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
 import socket
 import sys
 from contextlib import suppress
+
+from grpo.config.errors import ConfigError
 
 _COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
@@ -39,6 +42,17 @@ def start_logging(level: int = logging.INFO) -> None:
     handler = _Handler()
     handler.setFormatter(_Formatter(sys.stderr.isatty() and not os.environ.get("NO_COLOR")))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises ConfigError for an address that is taken or not this machine's."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        reason = str(error.strerror or error).partition(" (while")[0]  # Python repeats the address
+        remedy = "another process listens there: stop it, or choose another port" if taken else "choose another host"
+        raise ConfigError(f"host={host!r} port={port}: {reason}: {remedy}") from error
 
 
 # Below Linux's ports for outgoing connections and for port 0: such a port may be taken before the program listens.

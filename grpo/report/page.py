@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import bottle
 from waitress.server import BaseWSGIServer, create_server
 
+from grpo.config.console import listen
 from grpo.config.errors import ConfigError, require
 from grpo.config.programs import ReportConfig
 from grpo.report.curves import (
@@ -247,11 +247,7 @@ def make_server(config: ReportConfig) -> BaseWSGIServer:
         return json.dumps(latest)
 
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-    try:
-        listener = socket.create_server((HOST, config.port))
-    except OSError as error:
-        raise ConfigError(f"port={config.port}: {os.strerror(error.errno)}: choose another port") from error
-    return create_server(app, sockets=[listener], ident=None)
+    return create_server(app, sockets=[listen(HOST, config.port)], ident=None)
 
 
 def serve(config: ReportConfig) -> None:

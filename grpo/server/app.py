@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import bottle
 
 from grpo.server.monitor import Monitor
-from grpo.wire.refusals import CONTENT_TYPE, ProtocolError
+from grpo.wire.refusals import CONTENT_TYPE, ProtocolError, answer_headers
 
 log = logging.getLogger("ref_server")
 
@@ -57,10 +57,7 @@ def note(**facts: object) -> None:
 
 
 def make_answer(body: bytes, status: int, content_type: str, retry_after: int | None = None) -> bottle.HTTPResponse:
-    headers = {"Content-Type": content_type, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-    if retry_after is not None:
-        headers["Retry-After"] = str(retry_after)
-    return bottle.HTTPResponse(body, status, headers)
+    return bottle.HTTPResponse(body, status, answer_headers(content_type, retry_after))
 
 
 def make_json(fields: dict | list) -> bottle.HTTPResponse:

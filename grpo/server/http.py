@@ -1,9 +1,8 @@
 """The web server under ref_server.py: waitress, with limits on connections, bodies and time.
 
-waitress reads all sockets in one thread and hands a request to a thread of its pool only when its body is complete, so
-a slow client holds no thread. This file adds a limit on connections that strangers cannot use up for everybody, a limit
-on the bytes of all bodies, and deadlines by the monotonic clock. tests/server/test_http.py names the methods of
-waitress that are replaced here, and fails when a new waitress changes one of them.
+waitress reads all sockets in one thread and hands a complete request to a thread of its pool: a slow client holds none.
+Added here: a limit on connections that strangers cannot use up for everybody, one on the bytes of all bodies, and
+deadlines by the monotonic clock. tests/server/test_http.py fails when a new waitress changes a method replaced here.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser, ParsingError
 from waitress.server import TcpWSGIServer
 
-from grpo.config.errors import ConfigError, allow_open_files
+from grpo.config.console import listen
+from grpo.config.errors import allow_open_files
 from grpo.config.server import ServerConfig
-from grpo.wire.refusals import ProtocolError
+from grpo.wire.refusals import ProtocolError, answer_headers
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,6 @@ _ACCEPT_PAUSE = 5.0  # seconds without a new connection after the system allowed
 _OTHER_FILES = 128  # open files beside connections: the model's, the log, pipes of threads
 _TRANSFER_ENCODING = re.compile(rb"^transfer-encoding\s*:", re.IGNORECASE | re.MULTILINE)
 
-Admit = Callable[[str, dict[str, str]], "tuple[bool, ProtocolError | None]"]
-"""(path, headers named as in CGI) -> whether the sender may ask everything, and the refusal of this request, if any"""
-OnRefused = Callable[[str, str, str, ProtocolError], None]
-"""(method, path, sender, error): called for each request that is refused before it reaches the app"""
-
 
 @dataclass(frozen=True)
 class _Refused:
@@ -58,11 +53,9 @@ class _Refused:
     has_body: bool
 
     def to_response(self, ident: str | None = None) -> tuple[str, list[tuple[str, str]], bytes]:
-        headers = [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
-        if self.error.retry_after is not None:
-            headers.append(("Retry-After", str(self.error.retry_after)))
         status = f"{self.error.status} {HTTPStatus(self.error.status).phrase}"
-        return status, headers, self.error.to_json() if self.has_body else b""
+        headers = answer_headers("application/json", self.error.retry_after)
+        return status, [*headers.items()], self.error.to_json() if self.has_body else b""
 
 
 class _Request(HTTPRequestParser):
@@ -78,10 +71,8 @@ class _Request(HTTPRequestParser):
         self.error, self.completed = _Refused(error, has_body=self.command != "HEAD"), True
 
     def received(self, data: bytes) -> int:
-        """Take bytes. What comes in one go with the end of a request is dropped, and its answer ends the connection.
-
-        waitress would read all requests that have come, and keep all their answers in memory.
-        """
+        """Take bytes. What comes in one go with the end of a request is dropped, and its answer ends the connection:
+        waitress would read all requests that have come, and keep all their answers in memory."""
         self.channel.moved_at = time.monotonic()
         try:
             consumed = super().received(data)
@@ -122,8 +113,7 @@ class _Request(HTTPRequestParser):
             self.channel.known = True
         else:
             self.headers["CONNECTION"] = "close"  # else a few bytes of many requests could keep it busy for minutes
-        fits = self.content_length < self.adj.max_request_body_size  # waitress refuses a larger one itself
-        if refusal is None and fits:
+        if refusal is None and self.content_length < self.adj.max_request_body_size:  # waitress refuses a larger one
             refusal = server.make_room_for_body(self.channel)
         if refusal is not None:
             self.refuse(refusal)
@@ -136,8 +126,8 @@ class Channel(HTTPChannel):
 
     def __init__(self, *arguments, **options):
         self.moved_at = time.monotonic()  # time.monotonic() of the last byte received or sent
+        # The deadline of the incoming headers or body, and of a connection's first request; else infinite.
         self.due = self.moved_at + HEADER_SECONDS
-        """the deadline of the incoming headers or body, and of a connection's first request; else infinite"""
         super().__init__(*arguments, **options)
 
     def parser_class(self, adj: Adjustments) -> _Request:
@@ -160,20 +150,16 @@ class Channel(HTTPChannel):
             self.server.add_task(self)
 
     def check_client_disconnected(self) -> bool:
-        """Return whether the client has closed its end, which waitress does not notice while a request is in work.
-
-        The thread that answers calls this; the app finds it as "waitress.client_disconnected".
-        """
-        poller = select.poll()
+        """Return whether the client has closed its end, which waitress does not notice while a request is in work. The
+        app, whose thread calls this, finds it as "waitress.client_disconnected"."""
         try:
-            poller.register(self.socket.fileno(), select.POLLRDHUP)
+            (poller := select.poll()).register(self.socket.fileno(), select.POLLRDHUP)
         except ValueError:  # this side has closed
             return True
         return bool(poller.poll(0))
 
     def _flush_some(self, do_close: bool = True) -> bool:
-        flushed = super()._flush_some(do_close)
-        if flushed:
+        if flushed := super()._flush_some(do_close):
             self.moved_at = time.monotonic()
             if not self.total_outbufs_len:  # waitress would keep the answer until the next one
                 self.outbufs.pop().close()
@@ -203,28 +189,29 @@ class Channel(HTTPChannel):
 class HttpServer(TcpWSGIServer):
     """A web server that listens once it is constructed, and answers while `run` runs."""
 
-    def __init__(self, app, config: ServerConfig, admit: Admit, on_refused: OnRefused):
-        """Listen. `admit` decides on each request when its headers are there.
+    def __init__(
+        self,
+        app,
+        config: ServerConfig,
+        admit: Callable[[str, dict[str, str]], tuple[bool, ProtocolError | None]],
+        on_refused: Callable[[str, str, str, ProtocolError], None],
+    ):
+        """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
 
-        Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
+        `admit(path, headers named as in CGI)` returns whether the sender may ask everything, and the refusal of this
+        request, if any; `on_refused(method, path, sender, error)` hears of each that does not reach the app.
         """
         self.config, self.admit, self.on_refused = config, admit, on_refused
         self._next_check = self._next_accept = time.monotonic()
         # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         logging.getLogger("waitress").setLevel(logging.WARNING)
-        allow_open_files(
-            config.max_connections + _OTHER_FILES,
-            f", or lower max_connections={config.max_connections}, beside which it needs {_OTHER_FILES}",
-        )
-        adjustments = Adjustments(
-            threads=THREADS,
-            max_request_header_size=HEADER_BYTES + 1,  # waitress refuses the limit itself
-            max_request_body_size=BODY_BYTES + 1,
-            asyncore_use_poll=True,  # select() fails beyond 1,024 open files
-            ident=None,
-        )
-        listener = _listen(config)
+        remedy = f", or lower max_connections={config.max_connections}, beside which it needs {_OTHER_FILES}"
+        allow_open_files(config.max_connections + _OTHER_FILES, remedy)
+        # waitress refuses a limit itself, hence + 1; select() fails beyond 1,024 open files.
+        limits = dict(max_request_header_size=HEADER_BYTES + 1, max_request_body_size=BODY_BYTES + 1)
+        adjustments = Adjustments(threads=THREADS, asyncore_use_poll=True, ident=None, **limits)
+        listener = listen(config.host, config.port)
         address = (listener.family, listener.type, listener.proto, listener.getsockname())
         super().__init__(app, _sock=listener, bind_socket=False, sockinfo=address, adj=adjustments)
         self.channel_class = Channel
@@ -248,17 +235,13 @@ class HttpServer(TcpWSGIServer):
         super().add_task(channel)
 
     def make_room_for_body(self, newcomer: Channel) -> ProtocolError | None:
-        """Return the newcomer's refusal if all bodies, incoming and in work, are above their limit.
-
-        Above the limit, refuse incoming requests in favour of the newcomer's, the longest silent one first.
-        """
-        message = "the bodies of other requests fill all the room that there is: come back in 5 s"
-        refusal = ProtocolError(503, "too_many_bodies", message, retry_after=5)
+        """Return the newcomer's refusal if all bodies, incoming and in work, are above their limit. Before that, refuse
+        incoming requests in favour of the newcomer's, the longest silent one first."""
+        refusal = ProtocolError(503, "too_many_bodies", "other requests' bodies fill all room: come back in 5 s", 5)
         channels = list(self.active_channels.values())
         over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * BODY_BYTES
-        partial = [channel for channel in channels if channel is not newcomer and channel.body_bytes]
-        for channel in sorted(partial, key=lambda channel: channel.moved_at):
-            if over > 0 and not channel.requests:
+        for channel in sorted(channels, key=lambda channel: channel.moved_at):
+            if over > 0 and channel is not newcomer and channel.body_bytes and not channel.requests:
                 over -= channel.body_bytes
                 with channel.requests_lock:
                     channel.refuse(refusal)
@@ -273,8 +256,7 @@ class HttpServer(TcpWSGIServer):
                 raise
             # The listener stays ready: without a pause this thread would do nothing but try again.
             self._next_accept = time.monotonic() + _ACCEPT_PAUSE
-            message = "a connection waits: %s: raise the limit (ulimit -Hn), or lower max_connections"
-            log.warning(message, error.strerror)
+            log.warning("a connection waits: %s: raise ulimit -Hn, or lower max_connections", error.strerror)
             return None
 
     def handle_accept(self) -> None:
@@ -291,18 +273,17 @@ class HttpServer(TcpWSGIServer):
             return  # the client has closed already
         limit = f"{self.config.max_connections} connections have a request in work (--max_connections)"
         error = ProtocolError(503, "too_many_connections", f"{limit}: come back in 5 s", retry_after=5)
-        body = error.to_json()
-        head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        status, headers, body = _Refused(error, has_body=True).to_response()
+        headers += [("Connection", "close"), ("Content-Length", str(len(body)))]
+        head = "\r\n".join([f"HTTP/1.1 {status}", *map(": ".join, headers), "", ""])
         with connection, suppress(OSError):  # it may have closed
             connection.setblocking(False)
-            connection.send(f"{head}Retry-After: 5\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.send(head.encode() + body)
         self.on_refused("-", "-", str(address[0]), error)
 
     def _least_needed(self) -> Channel | None:
-        """Return the connection to close for a new one; None while every connection has a request in work.
-
-        Strangers go first, of the address that has most of them; then whoever is silent the longest.
-        """
+        """Return the connection to close for a new one; None while every connection has a request in work. Strangers go
+        first, of the address that has most of them; then whoever is silent the longest."""
         waiting = [channel for channel in self.active_channels.values() if not channel.requests]
         strangers = Counter(channel.addr[0] for channel in waiting if not channel.known)
         return min(
@@ -317,13 +298,3 @@ class HttpServer(TcpWSGIServer):
             for channel in list(self.active_channels.values()):
                 channel.check_deadlines()
         return now >= self._next_accept
-
-
-def _listen(config: ServerConfig) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        return socket.create_server((config.host, config.port), family=family)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        remedy = "another process listens there: stop it, or choose another port" if taken else "choose another host"
-        raise ConfigError(f"host={config.host!r} port={config.port}: {error.strerror or error}: {remedy}") from error

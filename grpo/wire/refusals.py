@@ -32,6 +32,11 @@ _LONGEST_NAME = 128  # most characters of request_id and client
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON may have, and no text in UTF-8
 
 
+def answer_headers(content_type: str, retry_after: int | None = None) -> dict[str, str]:
+    headers = {"Content-Type": content_type, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+    return headers if retry_after is None else headers | {"Retry-After": str(retry_after)}
+
+
 class ProtocolError(Exception):
     """The refusal of a request: an HTTP status, a code for programs, a sentence for people."""
 
