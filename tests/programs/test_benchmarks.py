@@ -17,7 +17,10 @@ from benchmarks.arithmetic import each_alone, padded, prompt_once
 from benchmarks.common import groups
 from benchmarks.options import OPTIONS
 from benchmarks.pool import stored_alone, throughput, written_alone
-from demo.__main__ import CONFIG
+from benchmarks.real import RESULTS
+from benchmarks.real_tasks import TASKS, sentence_reward, sorting_reward
+from benchmarks.results import PAGE, page
+from demo.__main__ import CONFIG, REAL
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import LaunchConfig
 from grpo.model.packing import Batcher
@@ -63,6 +66,24 @@ def test_every_option_of_the_options_benchmark_is_accepted(tmp_path):
     given = ["--config", str(REPOSITORY / CONFIG), "--update_folder", str(tmp_path)]
     for words in OPTIONS.values():
         parse_arguments(LaunchConfig, "", [*given, *words.split()]).check_ranks(2)
+
+
+def test_the_results_page_is_made_of_the_numbers_that_are_kept():
+    results = json.loads((RESULTS / "sums.json").read_text())
+    assert PAGE.read_text(encoding="utf-8") == page(results)
+
+
+def test_the_tasks_of_a_real_model_are_held_out_and_rewarded(tmp_path):
+    for name, task in TASKS.items():
+        task.write_dataset(tmp_path / name, seed=0)
+        sides = [(tmp_path / name / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test")]
+        prompts = [{json.loads(line)["prompt"][-1]["content"] for line in side} for side in sides]
+        assert all(prompts) and not prompts[0] & prompts[1]
+        parse_arguments(LaunchConfig, "", ["--config", str(REPOSITORY / REAL.config), *task.options.split()])
+    assert sorting_reward(["cat, dog, pig", "Cat dog pig.", "dog, cat, pig", ""], ["cat, dog, pig"] * 4) == [1, 1, 0, 0]
+    short, long = "Tea is a hot drink.", f"{'very ' * 10}long tea."
+    assert sentence_reward([short, long, f"{short} {short}", "Tea is hot", "Is it?", ""]) == [1, 1, 0, 0, 0, 0]
+    assert sentence_reward([f"very {long}"]) == [0]
 
 
 SMALL = {

@@ -1,0 +1,125 @@
+"""The tasks of benchmarks/real.py: the demo's sums, sorting three words, and answering in one short sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from demo import real
+from demo.task import write_splits
+from reward import text_of
+
+WORDS = [
+    "apple", "ball", "bread", "cat", "chair", "dog", "door", "ear", "egg", "fire", "fish", "goat", "grape", "hat",
+    "horse", "house", "ice", "ink", "jar", "juice", "key", "king", "kite", "lamp", "leaf", "lion", "milk", "moon",
+    "mouse", "nest", "nut", "orange", "owl", "pen", "pig", "queen", "rain", "river", "ship", "sun", "tent", "tree",
+    "van", "wall", "water", "wolf", "yard", "zoo",
+]  # fmt: skip
+SORTED = [
+    {"role": "user", "content": "Sort alphabetically: tree, milk, pig"},
+    {"role": "assistant", "content": "milk, pig, tree"},
+]
+SHORT = [
+    {"role": "user", "content": "What is tea? Answer in one short sentence."},
+    {"role": "assistant", "content": "Tea is a hot drink made from leaves."},
+]
+ASKED = (
+    "What is {}?", "Tell me about {}.", "Describe {}.", "Why do people like {}?", "Where do you find {}?",
+    "What do you think of {}?", "How would you explain {} to a child?", "What is special about {}?",
+)  # fmt: skip
+THINGS = [
+    "bread", "music", "rain", "the moon", "a bicycle", "coffee", "a library", "football", "winter", "the sea",
+    "a mountain", "a garden", "a train", "cheese", "a violin", "the desert", "snow", "a bridge", "chess",
+    "a river", "honey", "a castle", "summer", "a forest", "a museum", "rice", "a horse", "an island", "paper",
+    "a clock", "glass", "a market", "dancing", "a volcano", "salt", "a school", "painting", "a cat", "gold",
+    "a lighthouse", "soup", "a telescope", "the wind", "a farm", "poetry", "a kite", "chocolate", "a robot", "silk",
+    "a waterfall", "a dog", "thunder", "a candle", "an orchestra", "a map", "a whale", "autumn", "a windmill",
+    "sleep",
+]  # fmt: skip
+SENTENCE = re.compile(r"[^.!?\n]+\.")
+LONGEST_SENTENCE = 12  # words
+
+
+def is_held_out(text: str) -> bool:
+    return hashlib.sha256(text.encode()).digest()[0] % 10 == 0
+
+
+class Words(NamedTuple):
+    """Words to sort."""
+
+    words: tuple[str, ...]
+
+    @property
+    def question(self) -> str:
+        return f"Sort alphabetically: {', '.join(self.words)}"
+
+
+def sortings(rng: random.Random, held_out: bool) -> Iterator[Words]:
+    """Draw without end from one side of the split: which three words, in any order, is on one side."""
+    while True:
+        drawn = Words(tuple(rng.sample(WORDS, 3)))
+        if is_held_out(" ".join(sorted(drawn.words))) == held_out:
+            yield drawn
+
+
+def sorting_row(task: Words) -> dict:
+    return {"prompt": [*SORTED, {"role": "user", "content": task.question}], "answer": ", ".join(sorted(task.words))}
+
+
+class Request(NamedTuple):
+    """A request for an answer of any content."""
+
+    question: str
+
+
+def requests(rng: random.Random, held_out: bool) -> Iterator[Request]:
+    """Draw without end from one side of the split, which the thing asked for decides."""
+    while True:
+        thing = rng.choice(THINGS)
+        if is_held_out(thing) == held_out:
+            yield Request(rng.choice(ASKED).format(thing))
+
+
+def request_row(task: Request) -> dict:
+    return {"prompt": [*SHORT, {"role": "user", "content": f"{task.question} Answer in one short sentence."}]}
+
+
+def sorting_reward(completions, answer, **kwargs) -> list[float]:
+    """Return 1.0 for exactly the words in their order, else 0.0."""
+    found = [", ".join(re.findall("[a-z]+", text_of(completion).lower())) for completion in completions]
+    return [float(words == gold) for words, gold in zip(found, answer, strict=True)]
+
+
+def sentence_reward(completions, **kwargs) -> list[float]:
+    """Return 1.0 for one sentence of at most 12 words that ends with a full stop, else 0.0."""
+    texts = [text_of(completion).strip() for completion in completions]
+    return [float(bool(SENTENCE.fullmatch(text)) and len(text.split()) <= LONGEST_SENTENCE) for text in texts]
+
+
+sorting_reward.is_verdict = sentence_reward.is_verdict = True
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: its data, and its options beside those of configs/demo_real.yaml."""
+
+    write_dataset: Callable[[Path, int], None]
+    options: str
+
+
+TASKS = {
+    "sums": Task(real.write_dataset, ""),
+    "sorting": Task(
+        lambda folder, seed: write_splits(folder, seed, sortings, sorting_row, 2048, 200),
+        "--reward_funcs benchmarks/real_tasks.py:sorting_reward",
+    ),
+    "sentence": Task(
+        lambda folder, seed: write_splits(folder, seed, requests, request_row, 400, 40),
+        "--reward_funcs benchmarks/real_tasks.py:sentence_reward --max_completion_length 40",
+    ),
+}
