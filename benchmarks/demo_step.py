@@ -32,16 +32,9 @@ import torch
 import reward
 from benchmarks import trl_side
 from benchmarks.common import REPOSITORY, machine, spread, table
-from demo.__main__ import CONFIG, ENVIRONMENT, prepare, train
-from grpo.config.command_line import parse_arguments
+from demo.__main__ import ENVIRONMENT, TEXT, prepare, train
 from grpo.config.trainer import TrainerConfig
-from grpo.data.prompts import load_examples
-from grpo.model.load import eos_token_ids, load_model, load_tokenizer
-from grpo.rewards.compute import load_reward_funcs
-from grpo.rewards.functions import TrainerState
-from grpo.sampling.generate import LocalSampler
-from grpo.trainer.evaluation import evaluate
-from grpo.trainer.rewarding import Rewarder
+from grpo.model.load import load_model, load_tokenizer
 
 OURS, TWO, ONE = "ours", "TRL, 2 processes", "TRL, 1 process"
 PROCESSES = {TWO: 2, ONE: 1}
@@ -66,10 +59,7 @@ class Run:
 
 
 def settings(folder: Path, seed: int) -> TrainerConfig:
-    """The demo's, as demo/__main__.py gives them to both programs."""
-    options = {"model_name_or_path": folder / "model", "dataset_name": folder / "data", "seed": seed}
-    argv = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    return parse_arguments(TrainerConfig, "", ["--config", str(REPOSITORY / CONFIG), *argv])
+    return trl_side.settings(TEXT, folder, seed)
 
 
 def run_ours(folder: Path, seed: int) -> Run:
@@ -100,12 +90,7 @@ def accuracy(folder: Path, seed: int, model_folder: Path) -> float:
     config = settings(folder, seed)
     config.model_name_or_path = str(model_folder)
     tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
-    held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=False)
-    sampler = LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
-    functions = load_reward_funcs(config.reward_funcs)
-    rewarder = Rewarder(functions, functions, config)
-    numbers, _ = evaluate(sampler, held_out, rewarder, config, rank=0, world_size=1, state=TrainerState())
-    return numbers["eval_accuracy"]
+    return trl_side.held_out_metrics(config, model, tokenizer)["eval_accuracy"]
 
 
 def report(runs: dict[int, dict[str, Run]], before: dict[int, float], sequences: int) -> None:

@@ -29,15 +29,7 @@ from benchmarks.common import REPOSITORY, machine
 from benchmarks.real_tasks import TASKS, Task
 from demo.__main__ import ENVIRONMENT, REAL, prepare, train
 from demo.english import compare
-from grpo.config.command_line import parse_arguments
-from grpo.config.trainer import TrainerConfig
-from grpo.data.prompts import load_examples
-from grpo.model.load import eos_token_ids
 from grpo.rewards.compute import load_reward_funcs
-from grpo.rewards.functions import TrainerState
-from grpo.sampling.generate import LocalSampler
-from grpo.trainer.evaluation import evaluate
-from grpo.trainer.rewarding import Rewarder
 
 RESULTS = REPOSITORY / "benchmarks/results"
 GRPO, TRL = "GRPO", "TRL"
@@ -52,32 +44,22 @@ SIDES = {
     "LoRA, rank 16": "--use_peft --lora_r 16 --learning_rate 1e-4",
 }
 """each side's options beside the demo's"""
-
-
-def settings(task: Task, folder: Path, seed: int) -> TrainerConfig:
-    """Return the settings that our side gives to the trainer, without a side's options."""
-    names = {"model_name_or_path": REAL.model_folder(folder), "dataset_name": folder / "data", "seed": seed}
-    words = [str(word) for name, value in names.items() for word in (f"--{name}", value)]
-    return parse_arguments(
-        TrainerConfig, "", ["--config", str(REPOSITORY / REAL.config), *words, *task.options.split()]
-    )
+KEPT = "step", "eval_accuracy", "eval_accuracy_se", "eval_n"
 
 
 def run_ours(task: Task, folder: Path, seed: int, options: str) -> dict:
     train(folder, seed, *task.options.split(), *options.split(), demo=REAL)
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
+    config = trl_side.settings(REAL, folder, seed, *task.options.split())
+    sequences = config.prompts_per_step * config.num_generations
     return {
         "seconds": [row["step_time"] for row in steps],
-        "tokens": [row["completions/mean_length"] * sequences(settings(task, folder, seed)) for row in steps],
+        "tokens": [row["completions/mean_length"] * sequences for row in steps],
         "reward": [row["reward"] for row in steps],
         "kl": [row.get("kl", 0.0) for row in steps],
-        "evaluations": [evaluation_of(row) for row in rows if "eval_accuracy" in row],
+        "evaluations": [{name: row[name] for name in KEPT} for row in rows if "eval_accuracy" in row],
     }
-
-
-def evaluation_of(row: dict) -> dict:
-    return {"step": row["step"], "accuracy": row["eval_accuracy"], "n": row["eval_n"]}
 
 
 def english(folder: Path) -> dict:
@@ -94,23 +76,8 @@ def run_theirs(task_name: str, folder: Path, seed: int, processes: int) -> dict:
 
 def worker(task: Task, folder: Path, output: Path, seed: int) -> None:
     """Do one process's part of TRL's side."""
-    config = settings(task, folder, seed)
-    functions = load_reward_funcs(config.reward_funcs)
-
-    def evaluation(step, model, tokenizer) -> dict:
-        model.eval()
-        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=False)
-        sampler = LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
-        rewarder = Rewarder(functions, functions, config)
-        metrics, _ = evaluate(sampler, held_out, rewarder, config, rank=0, world_size=1, state=TrainerState())
-        model.train()
-        return evaluation_of(metrics | {"step": step})
-
-    trl_side.train(config, [function for function in functions.values()], output, evaluation)
-
-
-def sequences(config: TrainerConfig) -> int:
-    return config.prompts_per_step * config.num_generations
+    config = trl_side.settings(REAL, folder, seed, *task.options.split())
+    trl_side.train(config, list(load_reward_funcs(config.reward_funcs).values()), output, evaluates=True)
 
 
 def main() -> None:
@@ -170,7 +137,7 @@ def write(path: Path, results: dict) -> None:
 
 
 def summary(measured: dict) -> str:
-    shares = [evaluation["accuracy"] for evaluation in measured["evaluations"]]
+    shares = [evaluation["eval_accuracy"] for evaluation in measured["evaluations"]]
     steps, whole = sum(measured["seconds"]), measured["wall_seconds"]
     return f"held-out {' -> '.join(f'{share:.3f}' for share in shares)}, {steps:.0f} s in steps, {whole:.0f} s in all"
 

@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.common import REPOSITORY, table
 from benchmarks.real import GRPO, RESULTS, SIDES
+from demo.__main__ import rise_of
 from demo.english import QUESTIONS
 
 PAGE, IMAGES = REPOSITORY / "docs/results.md", REPOSITORY / "docs/images"
@@ -26,16 +27,9 @@ Runs = dict[str, dict]
 """of a side, by seed"""
 
 
-def wald(share: float, n: int) -> float:
-    """Return half of the 95 % interval of a share of n answers."""
-    return 1.96 * math.sqrt(share * (1 - share) / n)
-
-
-def rise(run: dict) -> tuple[float, float]:
-    """Return the rise of the held-out accuracy, and half of its 95 % interval."""
-    first, last = run["evaluations"][0], run["evaluations"][-1]
-    error = math.hypot(wald(first["accuracy"], first["n"]), wald(last["accuracy"], last["n"]))
-    return last["accuracy"] - first["accuracy"], error
+def percent(evaluation: dict) -> str:
+    """Return an accuracy with half of its 95 % interval as text."""
+    return f"{100 * evaluation['eval_accuracy']:.1f} ± {196 * evaluation['eval_accuracy_se']:.1f}"
 
 
 def over_seeds(values: list[float], digits: int = 1, scale: float = 100.0) -> str:
@@ -55,15 +49,14 @@ def seeds_table(runs: Runs) -> str:
 
 
 def seed_row(seed: str, run: dict) -> dict[str, object]:
-    ends = run["evaluations"][0], run["evaluations"][-1]
-    before, after = (f"{100 * one['accuracy']:.1f} ± {100 * wald(one['accuracy'], one['n']):.1f}" for one in ends)
-    gain, error = rise(run)
+    before, after = run["evaluations"][0], run["evaluations"][-1]
+    rise, error = rise_of(before, after)
     english = run["english"]
     return {
         "seed": seed,
-        "before, %": before,
-        "after, %": after,
-        "rise, points": f"{100 * gain:.1f} ± {100 * error:.1f}",
+        "before, %": percent(before),
+        "after, %": percent(after),
+        "rise, points": f"{100 * rise:.1f} ± {100 * error:.1f}",
         "KL, last step": f"{run['kl'][-1]:.2f}",
         "general answers unchanged": sum(old == new for old, new in english["answers"]),
         "log-prob of the old ones, before and after": ", ".join(f"{value:.3f}" for value in english["log_probs"]),
@@ -77,7 +70,7 @@ def side_row(side: str, runs: list[dict]) -> dict[str, object]:
         "side": side,
         "options": f"`{SIDES[side]}`" if SIDES[side] else "",
         "seeds": len(runs),
-        "held-out, %": over_seeds([run["evaluations"][-1]["accuracy"] for run in runs]),
+        "held-out, %": over_seeds([run["evaluations"][-1]["eval_accuracy"] for run in runs]),
         "sampled reward of the last 5 steps, %": over_seeds([statistics.mean(run["reward"][-5:]) for run in runs]),
         "tokens drawn": f"{statistics.mean(sum(run['tokens']) for run in runs):,.0f}",
         "seconds a step": over_seeds([statistics.mean(run["seconds"]) for run in runs], scale=1),
@@ -92,8 +85,8 @@ def draw_seeds(runs: Runs, path: Path) -> None:
             list(accumulate(run["tokens"])), run["reward"], color=colour, linewidth=0.9, alpha=0.6, label=f"seed {seed}"
         )
         places = [evaluation["step"] for evaluation in run["evaluations"]]
-        shares = [evaluation["accuracy"] for evaluation in run["evaluations"]]
-        errors = [wald(evaluation["accuracy"], evaluation["n"]) for evaluation in run["evaluations"]]
+        shares = [evaluation["eval_accuracy"] for evaluation in run["evaluations"]]
+        errors = [1.96 * evaluation["eval_accuracy_se"] for evaluation in run["evaluations"]]
         right.errorbar(places, shares, yerr=errors, color=colour, marker="o", capsize=3, linewidth=1.2)
     left.plot(*mean_curve(list(runs.values()), "tokens"), color="black", linewidth=2, label="mean")
     left.set(xlabel="completion tokens drawn", ylabel="mean reward of a step", ylim=(0, 1))
@@ -134,17 +127,17 @@ def finish(figure, path: Path) -> None:
 
 
 def changed_answers(run: dict) -> str:
-    """Return a table of at most four general answers that changed."""
+    """Return a table of two general answers that changed."""
     pairs = zip(QUESTIONS, run["english"]["answers"], strict=True)
     rows = [[question, *(" ".join(text.split()) for text in pair)] for question, pair in pairs if pair[0] != pair[1]]
-    return table(["asked", "before", "after"], rows[:4])
+    return table(["asked", "before", "after"], rows[:2])
 
 
 def page(results: dict[str, Runs]) -> str:
     runs = results[GRPO]
     seed, run = next(iter(runs.items()))
     parts = [
-        INTRODUCTION.format(machine=run["machine"], questions=run["evaluations"][0]["n"]),
+        INTRODUCTION.format(machine=run["machine"], questions=run["evaluations"][0]["eval_n"]),
         seeds_table(runs),
         SEEDS.format(seed=seed),
         changed_answers(run),
@@ -171,7 +164,7 @@ Machine: {machine}."""
 SEEDS = """![Rewards and held-out accuracy of each seed](images/results_sums.png)
 
 Its English: 20 general questions, answered greedily before and after. The log-prob is that of the answers before, in
-nats a token. Answers of seed {seed} that changed:"""
+nats a token. Two of seed {seed}'s that changed:"""
 
 BESIDE = """## The same with other options, and beside TRL
 

@@ -1,4 +1,4 @@
-"""TRL's side of a comparison: GRPOTrainer with our settings, data and rewards, its steps timed."""
+"""TRL's side of a comparison with a demo: GRPOTrainer with our settings, data and rewards, its steps timed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,37 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from demo.__main__ import ENVIRONMENT
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.common import REPOSITORY
+from demo.__main__ import ENVIRONMENT, Demo
+from grpo.config.command_line import parse_arguments
 from grpo.config.console import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import load_examples
-from grpo.model.load import load_tokenizer
+from grpo.model.load import eos_token_ids, load_tokenizer
+from grpo.rewards.compute import load_reward_funcs
+from grpo.rewards.functions import TrainerState
+from grpo.sampling.generate import LocalSampler
+from grpo.trainer.evaluation import evaluate
+from grpo.trainer.rewarding import Rewarder
+
+
+def settings(demo: Demo, folder: Path, seed: int, *options: str) -> TrainerConfig:
+    """Return a demo's settings, as demo/__main__.py gives them to the trainer."""
+    names = {"model_name_or_path": demo.model_folder(folder), "dataset_name": folder / "data", "seed": seed}
+    words = [str(word) for name, value in names.items() for word in (f"--{name}", value)]
+    return parse_arguments(TrainerConfig, "", ["--config", str(REPOSITORY / demo.config), *words, *options])
+
+
+def held_out_metrics(config: TrainerConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Return the metrics of our evaluation of either side's model."""
+    held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=False)
+    sampler = LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
+    functions = load_reward_funcs(config.reward_funcs)
+    rewarder = Rewarder(functions, functions, config)
+    metrics, _ = evaluate(sampler, held_out, rewarder, config, rank=0, world_size=1, state=TrainerState())
+    return metrics
 
 
 def start(module: str, output: Path, processes: int, words: list[object]) -> dict:
@@ -39,12 +65,11 @@ def train(
     config: TrainerConfig,
     reward_funcs: list[Callable],
     output: Path,
-    evaluation: Callable[[int, object, object], dict] | None = None,
+    evaluates: bool = False,
 ) -> None:
     """Train as `config` says, in one process of TRL's side; write the model and measured.json to `output`.
 
-    `evaluation` is called with the step, the model and the tokenizer before the first step and each `eval_steps`; its
-    time does not count.
+    Where it `evaluates`, it does so before the first step and after each `eval_steps`; that time does not count.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -60,11 +85,13 @@ def train(
 
     class Clock(TrainerCallback):
         def evaluate(self, step: int, model) -> None:
-            if evaluation is not None:
-                measured["evaluations"].append(evaluation(step, model, tokenizer))
+            model.eval()
+            measured["evaluations"].append({"step": step, **held_out_metrics(config, model, tokenizer)})
+            model.train()
 
         def on_train_begin(self, args, state, control, model, **_):
-            self.evaluate(0, model)
+            if evaluates:
+                self.evaluate(0, model)
 
         def on_step_begin(self, *_, **__):
             self.start = time.perf_counter()
@@ -72,7 +99,7 @@ def train(
         def on_step_end(self, args, state, control, model, **_):
             measured["seconds"].append(time.perf_counter() - self.start)
             is_last = state.global_step == config.max_steps
-            if evaluation is not None and (is_last or state.global_step % config.eval_steps == 0):
+            if evaluates and (is_last or state.global_step % config.eval_steps == 0):
                 self.evaluate(state.global_step, model)
 
         def on_log(self, args, state, control, logs, **_):

@@ -69,24 +69,38 @@ class Demo:
 
 
 TEXT = Demo(
-    *("runs/demo", CONFIG, "a tiny model that can think but seldom does", "demo.model", "demo.task"),
+    folder="runs/demo",
+    config=CONFIG,
+    model="a tiny model that can think but seldom does",
+    builder="demo.model",
+    task="demo.task",
     before=(0.10, 0.40),
     after=0.90,
 )
 VISION = Demo(
-    *("runs/demo-vision", "configs/demo_vision.yaml", "a tiny model that can look but mostly guesses"),
-    *("demo.vision", "demo.pictures"),
+    folder="runs/demo-vision",
+    config="configs/demo_vision.yaml",
+    model="a tiny model that can look but mostly guesses",
+    builder="demo.vision",
+    task="demo.pictures",
     before=(0.20, 0.50),
     after=0.85,
 )
 TOOLS = Demo(
-    *("runs/demo-tools", "configs/demo_tools.yaml", "a tiny model that can look up but mostly guesses"),
-    *("demo.tools", "demo.tools"),
+    folder="runs/demo-tools",
+    config="configs/demo_tools.yaml",
+    model="a tiny model that can look up but mostly guesses",
+    builder="demo.tools",
+    task="demo.tools",
     before=(0.10, 0.40),
     after=0.90,
 )
 REAL = Demo(
-    *("runs/demo-real", "configs/demo_real.yaml", "the folder of SmolLM2-135M-Instruct", "demo.real", "demo.real"),
+    folder="runs/demo-real",
+    config="configs/demo_real.yaml",
+    model="the folder of SmolLM2-135M-Instruct",
+    builder="demo.real",
+    task="demo.real",
     before=(0.10, 0.60),
     rise=0.30,
     shared_model="runs/demo-real/model",

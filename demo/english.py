@@ -32,10 +32,7 @@ QUESTIONS = [
 
 
 def compare(before: Path, after: Path) -> tuple[list[tuple[str, str]], tuple[float, float]]:
-    """Return both models' greedy answers to QUESTIONS, and each model's mean log-prob, nats a token, of the first's.
-
-    The difference of the two is an estimate of the KL divergence of the first model from the second, on these answers.
-    """
+    """Return both models' greedy answers to QUESTIONS, and each model's mean log-prob, nats a token, of the first's."""
     tokenizer = AutoTokenizer.from_pretrained(before, padding_side="left")
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = tokenizer.apply_chat_template(

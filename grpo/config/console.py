@@ -49,9 +49,11 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
         reason = str(error.strerror or error).partition(" (while")[0]  # Python repeats the address
-        remedy = "another process listens there: stop it, or choose another port" if taken else "choose another host"
+        remedy = {
+            errno.EADDRINUSE: "another process listens there: stop it, or choose another port",
+            errno.EACCES: "choose a port from 1024 on",
+        }.get(error.errno, "choose another host")
         raise ConfigError(f"host={host!r} port={port}: {reason}: {remedy}") from error
 
 

@@ -237,7 +237,7 @@ class HttpServer(TcpWSGIServer):
     def make_room_for_body(self, newcomer: Channel) -> ProtocolError | None:
         """Return the newcomer's refusal if all bodies, incoming and in work, are above their limit. Before that, refuse
         incoming requests in favour of the newcomer's, the longest silent one first."""
-        refusal = ProtocolError(503, "too_many_bodies", "other requests' bodies fill all room: come back in 5 s", 5)
+        refusal = ProtocolError(503, "too_many_bodies", "other requests' bodies fill all the room: come back in 5 s", 5)
         channels = list(self.active_channels.values())
         over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * BODY_BYTES
         for channel in sorted(channels, key=lambda channel: channel.moved_at):

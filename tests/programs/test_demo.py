@@ -40,10 +40,10 @@ def start(folder, *options) -> subprocess.Popen:
     )
 
 
-def run(folder, *options) -> str:
+def run(folder, *options, seconds=580) -> str:
     """Run the demo to its end; its output."""
     process = start(folder, *options)
-    output, errors = process.communicate(timeout=1500)
+    output, errors = process.communicate(timeout=seconds)
     assert process.returncode == 0, output + errors
     return output
 
@@ -110,7 +110,7 @@ def test_the_demos_learn_with_any_seed(tmp_path, kind, seed):
 @pytest.mark.skipif(find_spec(PACKAGE) is None, reason="make demo-real installs the model's package")
 def test_a_model_that_others_made_learns_to_add_and_still_speaks_english(tmp_path):
     folder = tmp_path / "demo"
-    output = run(folder, "--real", "--seed", "0")
+    output = run(folder, "--real", "--seed", "0", seconds=1500)
     rows = lines(folder)
     assert REAL.before[0] <= rows[0]["eval_accuracy"] < rows[-1]["eval_accuracy"] - REAL.rise
     assert rows[-1]["eval_n"] == 200 and rows[-1]["kl"] > 0

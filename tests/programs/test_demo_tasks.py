@@ -8,9 +8,12 @@ from types import ModuleType
 
 import datasets
 import pytest
+import torch
+from rounding import assert_rounded
 from trainer_runs import lines
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo import pictures, real, shop, task, tools, vision
+from demo import english, pictures, real, shop, task, tools, vision
 from demo.model import TAGS, answer_of, build_tokenizer, save
 from grpo.config.server import ServerConfig
 from grpo.model.pictures import load_processor
@@ -160,3 +163,18 @@ def test_the_trainer_shows_a_picture_as_the_model_has_learned_it(tmp_path):
     prompt = processor.encode(text, [pictures.png(problem.draw())], add_special_tokens=False)
     shown = f"<|im_start|>user\n{pictures.PICTURE}{problem.text}<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompt) == shown
+
+
+def test_the_log_prob_of_general_answers_is_that_of_each_alone(model_folder):
+    answers, (before, after) = english.compare(model_folder, model_folder)
+    assert before == after and all(old == new for old, new in answers) and len(answers) == len(english.QUESTIONS)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model, found = AutoModelForCausalLM.from_pretrained(model_folder).eval(), []
+    for question in english.QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        with torch.no_grad():
+            ids = model.generate(**prompt, max_new_tokens=english.MAX_NEW_TOKENS, do_sample=False)
+            log_probs = model(ids).logits.double().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        found.append(log_probs[prompt["input_ids"].shape[1] - 1 :])
+    assert_rounded(before, torch.cat(found).mean())

@@ -127,9 +127,8 @@ def test_who_may_not_ask_and_what_cannot_be_served(tmp_path):
         for host in (f"localhost:{port}", "127.0.0.1"):
             assert requests.get(f"{url}data", headers={"Host": host}, timeout=10).status_code == 200, host
         assert requests.get(f"{url}other", timeout=10).status_code == 404
-        with pytest.raises(
-            ConfigError, match=f"port={port}: Address already in use: another process listens there: stop it"
-        ):
+        expected = f"host='127.0.0.1' port={port}: Address already in use: another process listens there: stop it"
+        with pytest.raises(ConfigError, match=f"^{expected}, or choose another port$"):
             make_server(ReportConfig(runs=[str(run)], serve=True, port=port))
     assert sorted(run.iterdir()) == before
     with pytest.raises(ConfigError, match="there is no metrics.jsonl of a run"):
