@@ -24,6 +24,16 @@ SHAPES = {
     "Qwen2.5-1.5B": dict(layers=28, hidden_size=1536, intermediate_size=8960, num_attention_heads=12),
     "Qwen2.5-3B": dict(layers=36, hidden_size=2048, intermediate_size=11008, num_attention_heads=16),
 }
+LARGE_SHAPES = {
+    "Qwen2.5-7B": dict(
+        layers=28,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+}
 TINY = dict(layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=4, vocabulary=1024)
 Group = tuple[list[int], list[list[int]]]
 """a prompt and its completions, token ids"""

@@ -14,6 +14,9 @@ generate    milliseconds a token of the trainer's samplers (its decode loop with
             generate), prompts of several lengths, beside reading the weights.
 ranks       an all-reduce between two cards, where there are two.
 train       ref_server.py and grpo_ref_split.py together on the card: simple_GRPO's 60 steps, its published time beside.
+
+bash benchmarks/real.sh runs three more (benchmarks/gpu_real.py): sums, what make demo-real trains; shapes, five steps
+of Qwen2.5-1.5B, 3B and 7B; gsm8k, 500 steps of SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks import gpu_real
 from benchmarks.arithmetic import Work, each_alone, prompt_once
 from benchmarks.card import CUDA, DEVICE, Clock, Tables, bandwidth, card_peak, free, peak_of, synchronize, where
-from benchmarks.common import REPOSITORY, SHAPES, TINY, Group, groups, qwen, random_model, spread
+from benchmarks.common import LARGE_SHAPES, REPOSITORY, SHAPES, TINY, Group, groups, qwen, random_model, spread
 from benchmarks.gpu_train import train
 from benchmarks.train_memory import CARD_CASES, PHASES, TINY_CASES, phase_sizes
 from demo.model import build_tokenizer
@@ -58,6 +62,8 @@ BUDGET = 16384  # tokens of a batch, the default of server and trainer
 
 def main() -> None:
     parts = {"packed": packed, "memory": memory, "generate": generate, "ranks": ranks, "train": train_both}
+    for part in (gpu_real.sums, gpu_real.shapes, gpu_real.gsm8k):
+        parts[part.__name__] = partial(part, build)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=parts, required=True)
     parser.add_argument("--seconds", type=float, default=300.0, help="begin nothing new after so many")
@@ -331,7 +337,7 @@ def train_both(tiny: bool, clock: Clock, tables: Tables) -> None:
 
 def build(shape: str, tiny: bool) -> PreTrainedModel:
     """Random weights whose logits spread as a trained model's do: with a norm of 1 they would differ by 0.8."""
-    config = qwen(**(TINY if tiny else SHAPES[shape]))
+    config = qwen(**(TINY if tiny else (SHAPES | LARGE_SHAPES)[shape]))
     model = random_model(config, torch.float32 if tiny else torch.bfloat16, DEVICE)
     model.model.norm.weight.data.fill_(4.0)
     return model

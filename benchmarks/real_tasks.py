@@ -1,4 +1,5 @@
-"""The tasks of benchmarks/real.py: the demo's sums, sorting three words, and answering in one short sentence."""
+"""The tasks of benchmarks/real.py: the demo's sums, sorting three words, answering in one short sentence, and sums with
+the rewards of Burkov's tutorial."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from demo import real
+from demo.real import SYSTEM, Sum, sums
+from demo.real import write_dataset as write_sums
 from demo.task import write_splits
 from reward import text_of
 
@@ -21,12 +23,19 @@ WORDS = [
     "van", "wall", "water", "wolf", "yard", "zoo",
 ]  # fmt: skip
 SORTED = [
+    SYSTEM,
     {"role": "user", "content": "Sort alphabetically: tree, milk, pig"},
     {"role": "assistant", "content": "milk, pig, tree"},
 ]
 SHORT = [
+    SYSTEM,
     {"role": "user", "content": "What is tea? Answer in one short sentence."},
     {"role": "assistant", "content": "Tea is a hot drink made from leaves."},
+]
+TAGGED = [
+    SYSTEM,
+    {"role": "user", "content": "What is 25 + 47?"},
+    {"role": "assistant", "content": "<think>25 + 47 = 72</think><answer>72</answer>"},
 ]
 ASKED = (
     "What is {}?", "Tell me about {}.", "Describe {}.", "Why do people like {}?", "Where do you find {}?",
@@ -89,6 +98,11 @@ def request_row(task: Request) -> dict:
     return {"prompt": [*SHORT, {"role": "user", "content": f"{task.question} Answer in one short sentence."}]}
 
 
+def tagged_row(task: Sum) -> dict:
+    question = f"What is {task.a} + {task.b}?"
+    return {"prompt": [*TAGGED, {"role": "user", "content": question}], "answer": str(task.a + task.b)}
+
+
 def sorting_reward(completions, answer, **kwargs) -> list[float]:
     """Return 1.0 for exactly the words in their order, else 0.0."""
     found = [", ".join(re.findall("[a-z]+", text_of(completion).lower())) for completion in completions]
@@ -106,20 +120,34 @@ sorting_reward.is_verdict = sentence_reward.is_verdict = True
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its data, and its options beside those of configs/demo_real.yaml."""
+    """A task: what results.md says of it, its data, and its options beside those of configs/demo_real.yaml."""
 
+    title: str
+    about: str
     write_dataset: Callable[[Path, int], None]
     options: str
 
 
 TASKS = {
-    "sums": Task(real.write_dataset, ""),
+    "sums": Task("SmolLM2-135M-Instruct learns to add", "", write_sums, ""),
     "sorting": Task(
+        "Sorting three words",
+        "One example in the prompt; exactly the words in alphabetical order earn 1.",
         lambda folder, seed: write_splits(folder, seed, sortings, sorting_row, 2048, 200),
         "--reward_funcs benchmarks/real_tasks.py:sorting_reward",
     ),
     "sentence": Task(
+        "One short sentence",
+        "No gold answers: one sentence of at most 12 words that ends with a full stop earns 1. One example in the "
+        "prompt.",
         lambda folder, seed: write_splits(folder, seed, requests, request_row, 400, 40),
-        "--reward_funcs benchmarks/real_tasks.py:sentence_reward --max_completion_length 40",
+        "--reward_funcs benchmarks/real_tasks.py:sentence_reward --max_completion_length 40 --max_prompt_length 96",
+    ),
+    "burkov": Task(
+        "Burkov's rewards",
+        "The sums again, with one example of the tags, and the rewards of Burkov's tutorial, which are the trainer's "
+        "defaults: 2 for the right answer, 0.2 for each of four tags.",
+        lambda folder, seed: write_splits(folder, seed, sums, tagged_row, 2048, 200),
+        "--reward_funcs correctness_reward format_reward --max_completion_length 40 --max_prompt_length 96",
     ),
 }

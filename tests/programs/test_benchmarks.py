@@ -17,9 +17,8 @@ from benchmarks.arithmetic import each_alone, padded, prompt_once
 from benchmarks.common import groups
 from benchmarks.options import OPTIONS
 from benchmarks.pool import stored_alone, throughput, written_alone
-from benchmarks.real import RESULTS
 from benchmarks.real_tasks import TASKS, sentence_reward, sorting_reward
-from benchmarks.results import PAGE, page
+from benchmarks.results import PAGE, page, read
 from demo.__main__ import CONFIG, REAL
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import LaunchConfig
@@ -69,8 +68,7 @@ def test_every_option_of_the_options_benchmark_is_accepted(tmp_path):
 
 
 def test_the_results_page_is_made_of_the_numbers_that_are_kept():
-    results = json.loads((RESULTS / "sums.json").read_text())
-    assert PAGE.read_text(encoding="utf-8") == page(results)
+    assert PAGE.read_text(encoding="utf-8") == page(read())
 
 
 def test_the_tasks_of_a_real_model_are_held_out_and_rewarded(tmp_path):
@@ -106,19 +104,23 @@ def test_a_benchmark_runs(name):
 
 
 @pytest.mark.rare
-def test_the_gpu_benchmark_goes_through_all_its_parts_without_a_gpu(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "parts"),
+    [("gpu", ["packed", "memory", "generate", "ranks", "train"]), ("real", ["sums", "shapes", "gsm8k"])],
+)
+def test_a_benchmark_for_cards_goes_through_all_its_parts_without_one(script, parts, tmp_path):
     """Everything that will run on a card runs here too, tiny."""
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = ENVIRONMENT | {"PYTHON": sys.executable, "PATH": path}
-    out = tmp_path / "gpu.md"
-    command = ["bash", "benchmarks/gpu.sh", "--tiny", "--out", str(out)]
+    out = tmp_path / "out.md"
+    command = ["bash", f"benchmarks/{script}.sh", "--tiny", "--out", str(out)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("failed", "not measured", "ended with code", "Traceback"):
         assert words not in out.read_text() + done.stderr
-    parts = json.loads(out.with_suffix(".json").read_text())
-    assert list(parts) == ["packed", "memory", "generate", "ranks", "train"]
-    for name, part in parts.items():
+    measured = json.loads(out.with_suffix(".json").read_text())
+    assert list(measured) == parts
+    for name, part in measured.items():
         assert part["card"] == "no GPU" and all(table["rows"] for table in part["tables"]), name
         rows = ["| " + " | ".join(row) + " |" for table in part["tables"] for row in table["rows"]]
         assert rows and all(row in out.read_text() for row in rows)

@@ -116,7 +116,7 @@ def test_a_model_that_others_made_learns_to_add_and_still_speaks_english(tmp_pat
     assert rows[-1]["eval_n"] == 200 and rows[-1]["kl"] > 0
     english = (folder / "run/english.md").read_text()
     assert english.count("\n") == len(QUESTIONS) + 2 and "The capital of France is Paris." in english
-    assert "mean log-prob of the answers before" in output
+    assert "KL divergence of the next token" in output
 
 
 @pytest.mark.rare

