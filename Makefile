@@ -22,10 +22,11 @@ READY_VLLM := $(VLLM)/.ready
 
 setup: $(READY_TO_TEST)
 
-$(READY): requirements.txt
+$(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 10) and f"Python {v[0]}.{v[1]} is too old: make PYTHON=python3.11 (3.10 or newer)")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -r requirements.txt
+	$(BIN)/python -m pip install --no-deps -e .
 	touch $(READY)
 
 $(READY_TO_TEST): $(READY) requirements-dev.txt

@@ -121,7 +121,7 @@ def show_end(config: TrainerConfig, folder: Path) -> None:
         print(summary(folder), flush=True)
         curves = f"curves in {draw_curves(folder)}"
     except (OSError, ConfigError) as error:  # the run has succeeded all the same
-        curves = f"but no curves ({error}): 'python -m grpo.report {folder}' shows them"
+        curves = f"but no curves ({error}): 'grpo report {folder}' shows them"
     log.info("done: model in %s, %s", folder / "model", curves)
     if config.push_to_hub:
         push_model(folder / "model", config.hub_model_id)

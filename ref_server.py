@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 
 from grpo.config.errors import ConfigError, end_at_ctrl_c, on_end_signals, say_once
 
@@ -33,6 +32,7 @@ import bottle
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
+from grpo.config.fields import PACKAGE
 from grpo.config.server import ServerConfig
 from grpo.pool.pool_routes import add_pool_routes
 from grpo.pool.pool_service import PoolService
@@ -54,7 +54,7 @@ from grpo.wire.refusals import (
 
 log = logging.getLogger("ref_server")
 
-PAGE = Path(__file__).with_name("grpo").joinpath("server/page.html").read_bytes()
+PAGE = (PACKAGE / "server/page.html").read_bytes()
 # The page shows names that strangers sent. Even if one gets in as code, it can load nothing and reach no other host.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "

@@ -1,7 +1,7 @@
 """Talk to a saved model. Its answers appear token by token.
 
-    python -m grpo.chat --model runs/DATE-TIME/model
-    echo "What is 2+2?" | python -m grpo.chat --model runs/DATE-TIME/model
+    grpo chat --model runs/DATE-TIME/model
+    echo "What is 2+2?" | grpo chat --model runs/DATE-TIME/model
 
 A line is a question. A run's model is asked as in training, as its grpo.yaml says, and answers from the distribution
 that it was trained on: its temperature, nothing cut off, no penalties; --temperature 0 is greedy.

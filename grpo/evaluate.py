@@ -1,7 +1,7 @@
 """Evaluates a saved model on a dataset: what its answers earn, and how many problems it solves (avg@k, pass@k).
 
-    python -m grpo.evaluate --model runs/DATE-TIME/model
-    python -m grpo.evaluate --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --num_generations_eval 8
+    grpo eval --model runs/DATE-TIME/model
+    grpo eval --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --num_generations_eval 8
     deepspeed --num_gpus 2 --module grpo.evaluate --model runs/DATE-TIME/model
 
 The model is a folder or a hub id. A run's model is asked as in training, on that run's data, unless you set something

@@ -1,7 +1,7 @@
 """Makes a folder that every program takes out of a GGUF file, the format of llama.cpp and Ollama.
 
-    python -m grpo.import_gguf SmolLM2-135M-Instruct.Q4_1.gguf smollm2
-    python -m grpo.launch --model_name_or_path smollm2
+    grpo import-gguf SmolLM2-135M-Instruct.Q4_1.gguf smollm2
+    grpo launch --model_name_or_path smollm2
 
 The folder has the weights in float32, config.json and the tokenizer with its chat template. Quantized weights have lost
 digits: where the model's own folder or hub id is at hand, train that. Needs the package gguf.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, program_name, require
 from grpo.run.exit import exit_code
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def main() -> int:
     from grpo.run.folder import SaveError
 
     parser = argparse.ArgumentParser(
-        prog="python -m grpo.import_gguf",
+        prog=program_name(),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

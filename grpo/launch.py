@@ -1,7 +1,7 @@
 """Runs the reference server, if the run needs one, and the trainer on the other GPUs of this machine.
 
-    python -m grpo.launch --config configs/lora_24gb.yaml
-    python -m grpo.launch --nproc_per_node 2 --config configs/demo_cpu.yaml
+    grpo launch --config configs/lora_24gb.yaml
+    grpo launch --nproc_per_node 2 --config configs/demo_cpu.yaml
 
 The second needs no GPU: it starts two CPU processes. The options are those of `ref_server.py` and
 `grpo_ref_split.py`. With two GPUs or more the server gets the last one; with one GPU it shares that with the trainer.
@@ -31,7 +31,7 @@ import requests
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import free_port, start_logging
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
-from grpo.config.fields import REPOSITORY
+from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import find_run_folder, finished_steps
 
@@ -120,7 +120,7 @@ class Programs:
         command = f"{program_name()} {shlex.join(sys.argv[1:])}"
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(cards), COMMAND: command} | environment
         return subprocess.Popen(
-            [sys.executable, str(REPOSITORY / program), "--config", str(self._settings)],
+            [sys.executable, str(PROGRAMS / program), "--config", str(self._settings)],
             env=os.environ | {name: str(value) for name, value in environment.items()},
             start_new_session=True,
             preexec_fn=partial(ctypes.CDLL(None).prctl, _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),

@@ -154,7 +154,7 @@ except SystemExit as ended:
     commands = (
         f"python {entry}.py",
         f"deepspeed {entry}.py",
-        f"python -m {entry.replace('/', '.').removesuffix('.__main__')}",
+        f"grpo {entry.removesuffix('/__main__').removeprefix('grpo/').replace('evaluate', 'eval')}",
     )
     assert "--config" in shown and any(command in shown for command in commands)
 

@@ -24,7 +24,7 @@ import yaml
 from yaml.composer import ComposerError
 
 from grpo.config.errors import ConfigError, did_you_mean, is_first_rank, one_line, program_name, say_once
-from grpo.config.fields import default_of
+from grpo.config.fields import default_of, find_file
 
 COMMON, ALL = "common", "all"
 
@@ -256,7 +256,7 @@ def _read_truth(word: str) -> bool:
 
 def _yaml_arguments(path: Path, program_fields: dict[str, dataclasses.Field]) -> list[str]:
     try:
-        settings = load_yaml(path.read_text(encoding="utf-8")) or {}
+        settings = load_yaml(find_file(path).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"config='{path}': {error.strerror}: give the path of a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -13,7 +13,16 @@ from typing import Any, NoReturn
 
 from grpo.config.errors import ConfigError, require
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+PROGRAMS = PACKAGE / "programs" if (PACKAGE / "programs").is_dir() else PACKAGE.parent
+"""the folder of ref_server.py, grpo_ref_split.py, generate.py, reward.py, ds_config.json and configs/: within an
+installed package (pyproject.toml), else the repository's root"""
+
+
+def find_file(name: str | Path) -> Path:
+    """Return a path or, if nothing is there, that of the file of this name that comes with the programs."""
+    path, shipped = Path(name), PROGRAMS / name
+    return shipped if shipped.exists() and not path.exists() else path
 
 
 @dataclass(frozen=True)

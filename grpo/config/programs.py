@@ -68,7 +68,7 @@ class EvaluateSection(Section):
 
 @dataclass
 class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
-    """Every setting of `python -m grpo.evaluate`."""
+    """Every setting of `grpo eval`."""
 
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
 
@@ -104,7 +104,7 @@ MOST_RUNS = 10  # the number of colours on a page
 
 @dataclass
 class ReportConfig(Section):
-    """Every setting of `python -m grpo.report`."""
+    """Every setting of `grpo report`."""
 
     HEADING = "report"
 

@@ -188,6 +188,6 @@ class ChatSection(Section):
 
 @dataclass
 class ChatConfig(ChatSection, TurnsSection, AnswerSection, SharedConfig):
-    """Every setting of `python -m grpo.chat`."""
+    """Every setting of `grpo chat`."""
 
     SHORT: ClassVar = {"model": "model_name_or_path"}

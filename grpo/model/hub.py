@@ -28,7 +28,7 @@ def check_model_name(field: str, name: str) -> None:
     if not path.exists():
         can_ask_hub(field, name)
         return
-    remedy = f"it is a GGUF file: python -m grpo.import_gguf {name} FOLDER makes a folder of it, which you name instead"
+    remedy = f"it is a GGUF file: grpo import-gguf {name} FOLDER makes a folder of it, which you name instead"
     require(path.suffix != ".gguf" or path.is_dir(), field, name, remedy)
     is_model = any((path / file).is_file() for file in ("config.json", "adapter_config.json"))
     require(is_model, field, name, "it is no folder with config.json: name the folder of a model, such as RUN/model")

@@ -1,8 +1,8 @@
 """Make a page of a run's curves and completions: one HTML file, and with --png the curves as pictures beside it.
 
-    python -m grpo.report runs/DATE-TIME
-    python -m grpo.report runs/ONE runs/OTHER --output comparison
-    python -m grpo.report runs/DATE-TIME --serve
+    grpo report runs/DATE-TIME
+    grpo report runs/ONE runs/OTHER --output comparison
+    grpo report runs/DATE-TIME --serve
 
 Several runs share each chart. A run may still be running, or have been killed: the report leaves damaged lines out,
 and says so. The page needs no network and no server: open report.html from the disk.

@@ -65,8 +65,8 @@ def _next_commands(run: RecordedRun) -> list[str]:
         if set(weights := run.settings.get("reward_weights") or []) - {1}:
             rewards += f" --reward_weights {shlex.join(map(str, weights))}"
     return [
-        f"talk to it:    python -m grpo.chat --model {folder}/model{code}",
-        f"evaluate it:   python -m grpo.evaluate --model {folder}/model{code}{rewards}",
+        f"talk to it:    grpo chat --model {folder}/model{code}",
+        f"evaluate it:   grpo eval --model {folder}/model{code}{rewards}",
         f"serve it:      as {folder}/model/README.md says",
-        f"see its page:  python -m grpo.report {folder}",
+        f"see its page:  grpo report {folder}",
     ]

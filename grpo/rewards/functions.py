@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from grpo.config import user_code
 from grpo.config.errors import RewardError
+from grpo.config.fields import PACKAGE, PROGRAMS
 from grpo.config.user_code import Key
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message
 
 LARGEST_REWARD = 1e100  # float64 holds its square, which std needs
-_OURS = Path(__file__).parents[1]
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
 """the fields of completions.jsonl, which log_extra must not use"""
 
@@ -113,6 +114,8 @@ def load_function(name: str) -> Callable:
     """
     if ":" in name:
         return user_code.load_function("reward_funcs", name)
+    if str(PROGRAMS) not in sys.path:
+        sys.path.append(str(PROGRAMS))  # where `python -m grpo.evaluate` of an installed package finds it
     with user_code.imported("reward_funcs", name, "reward.py"):
         module = importlib.import_module("reward")
     kind = "function (a reward model is written ./folder or org/model)"
@@ -185,7 +188,7 @@ def repr_of(value: object) -> str:
 def format_user_stack(error: BaseException) -> str:
     """Format the error's traceback from the user's first line on, or ""."""
     stack = error.__traceback__
-    while stack and _OURS in Path(stack.tb_frame.f_code.co_filename).parents:
+    while stack and PACKAGE in Path(stack.tb_frame.f_code.co_filename).parents:
         stack = stack.tb_next
     return "".join(traceback.format_exception(type(error), error, stack)) if stack else ""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError
-from grpo.config.fields import REPOSITORY
+from grpo.config.fields import PACKAGE, PROGRAMS
 from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
@@ -249,8 +249,8 @@ def describe_inputs(
         rows = ([row.prompt, *map(fingerprint, pictures_of(row.prompt_ids)), row.gold] for row in examples)
         values[f"the fingerprint of {what}"] = fingerprint(*rows)
     values |= {f"the version of {name}": version(name) for name in LIBRARIES}
-    paths = [REPOSITORY / "grpo_ref_split.py", *sorted(REPOSITORY.glob("grpo/**/*.py"))]
-    files = {str(path.relative_to(REPOSITORY)): path for path in paths}
+    files = {str(path.relative_to(PACKAGE.parent)): path for path in sorted(PACKAGE.rglob("*.py"))}
+    files["grpo_ref_split.py"] = PROGRAMS / "grpo_ref_split.py"
     for name in (config.loss_type, config.advantage_estimator):
         if ":" in name:
             files[f"the file of {name}"] = Path(name.rpartition(":")[0])

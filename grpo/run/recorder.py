@@ -26,7 +26,7 @@ import torch
 
 from grpo.config.command_line import write_config
 from grpo.config.errors import COMMAND, ConfigError, one_line
-from grpo.config.fields import REPOSITORY
+from grpo.config.fields import PROGRAMS
 from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.collective import gather
@@ -255,7 +255,7 @@ def record_start(folder: Path | None, step: int, device: torch.device) -> None:
         "ranks": len(devices),
         "hosts": hosts,
         "versions": versions,
-        "commit": commit_of(REPOSITORY),
+        "commit": commit_of(PROGRAMS),
     }
     if folder is not None:
         with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:

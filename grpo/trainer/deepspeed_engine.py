@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from grpo.config.console import free_port
 from grpo.config.errors import ConfigError, one_line
-from grpo.config.fields import REPOSITORY
+from grpo.config.fields import find_file
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
 from grpo.model.load import resolve_dtype
@@ -238,9 +238,7 @@ class _DeepSpeedFile:
     """A JSON file of DeepSpeed's settings."""
 
     def __init__(self, name: str):
-        self.path = Path(name)
-        if not self.path.is_absolute() and not self.path.exists():
-            self.path = REPOSITORY / self.path
+        self.path = find_file(name)
         try:
             self.settings = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""python -m grpo.import_gguf: a GGUF file's weights and words, as its own library and its tokenizer have them."""
+"""grpo import-gguf: a GGUF file's weights and words, as its own library and its tokenizer have them."""
 
 import json
 import re
@@ -152,7 +152,7 @@ def test_what_cannot_be_imported_is_refused_and_leaves_nothing(tmp_path):
 def test_a_program_that_is_given_the_file_names_the_command(tmp_path):
     file = tmp_path / "model.gguf"
     file.touch()
-    expected = f"it is a GGUF file: python -m grpo.import_gguf {file} FOLDER makes a folder of it, which you name"
+    expected = f"it is a GGUF file: grpo import-gguf {file} FOLDER makes a folder of it, which you name"
     with pytest.raises(ConfigError, match=re.escape(expected)):
         load_tokenizer(SharedConfig(model_name_or_path=str(file)))
 

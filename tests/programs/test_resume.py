@@ -303,7 +303,7 @@ def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_don
     output = finish(1, words)  # no server is there any more
     assert content() == before
     error = f"[Errno 21] Is a directory: '{run}/curves.png'"
-    assert f"done: model in {run}/model, but no curves ({error}): 'python -m grpo." in output.splitlines()[-1]
+    assert f"done: model in {run}/model, but no curves ({error}): 'grpo report" in output.splitlines()[-1]
 
 
 @pytest.fixture

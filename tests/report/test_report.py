@@ -1,4 +1,4 @@
-"""`python -m grpo.report` as a user runs it; its page in a real Chromium, opened from the disk."""
+"""`grpo report` as a user runs it; its page in a real Chromium, opened from the disk."""
 
 import itertools
 import json

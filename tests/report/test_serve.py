@@ -1,4 +1,4 @@
-"""`python -m grpo.report --serve`: the page beside a run that begins, goes on, is resumed, and ends."""
+"""`grpo report --serve`: the page beside a run that begins, goes on, is resumed, and ends."""
 
 import json
 import shutil

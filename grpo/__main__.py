@@ -1,0 +1,78 @@
+"""The command `grpo`: every program by one name, from any folder.
+
+    grpo launch --config configs/lora_24gb.yaml      the same as python -m grpo.launch
+    torchrun --nproc_per_node 2 -m grpo train        the same as torchrun --nproc_per_node 2 grpo_ref_split.py
+
+A program runs in this process, as if its file had been started.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo import __version__
+from grpo.config.fields import PACKAGE, PROGRAMS
+
+
+class Program(NamedTuple):
+    """A program behind a command: its file, its first options, and what it does."""
+
+    file: Path
+    does: str
+    options: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "launch": Program(PACKAGE / "launch.py", "train on this machine: the reference server, and a trainer on each card"),
+    "train": Program(PROGRAMS / "grpo_ref_split.py", "the trainer alone: one rank, or several under torchrun"),
+    "server": Program(PROGRAMS / "ref_server.py", "the reference model, or a reward model, over HTTP"),
+    "pool": Program(PROGRAMS / "ref_server.py", "hand a trainer's prompts to workers", ("--task", "rollouts")),
+    "worker": Program(PROGRAMS / "generate.py", "draw completions for a pool"),
+    "eval": Program(PACKAGE / "evaluate.py", "what a model's answers earn"),
+    "chat": Program(PACKAGE / "chat.py", "talk to a model"),
+    "report": Program(PACKAGE / "report/__main__.py", "the page of a run, or of several"),
+    "import-gguf": Program(PACKAGE / "import_gguf.py", "turn a GGUF file into a model's folder"),
+}
+
+
+def main() -> None:
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h"):
+        width = max(map(len, COMMANDS))
+        print("usage: grpo COMMAND [--help | options]\n       grpo --version\n")
+        print("\n".join(f"  {command:<{width}}  {program.does}" for command, program in COMMANDS.items()))
+    elif name == "--version":
+        print(versions())
+    elif name in COMMANDS:
+        become(f"grpo {name}", COMMANDS[name], rest)
+    else:
+        sys.exit(f"grpo: error: {name}: no such command: choose from {', '.join(COMMANDS)}")
+
+
+def versions() -> str:
+    """Return this package's version, those of what it runs on, and the cards that torch can use."""
+    lines = [f"grpo {__version__}"]
+    for name in ("torch", "transformers", "deepspeed"):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name}: not installed")
+    from grpo.launch import visible_cards
+
+    return "\n".join([*lines, f"cards: {', '.join(visible_cards()) or 'none'}"])
+
+
+def become(name: str, program: Program, options: list[str]) -> None:
+    """Run a program's file in this process, as if it were the one that was started; messages call it `name`."""
+    main_module = sys.modules["__main__"]
+    main_module.__spec__, main_module.__file__ = None, str(program.file)
+    sys.path.insert(0, str(PROGRAMS))  # where the programs' reward.py is
+    sys.argv = [name, *program.options, *options]
+    exec(compile(program.file.read_bytes(), program.file, "exec"), main_module.__dict__)
+
+
+if __name__ == "__main__":
+    main()
