@@ -26,6 +26,7 @@ class Program(NamedTuple):
 
 
 COMMANDS = {
+    "init": Program(PACKAGE / "init.py", "write a starting point: settings, rewards, data"),
     "launch": Program(PACKAGE / "launch.py", "train on this machine: the reference server, and a trainer on each card"),
     "train": Program(PROGRAMS / "grpo_ref_split.py", "the trainer alone: one rank, or several under torchrun"),
     "server": Program(PROGRAMS / "ref_server.py", "the reference model, or a reward model, over HTTP"),

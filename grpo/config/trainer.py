@@ -13,6 +13,7 @@ from grpo.config.fields import Section, option
 from grpo.config.loss_settings import LossSection, RewardedConfig
 from grpo.config.record_settings import RecordSection
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
+from grpo.config.translation import INSTEAD
 
 
 @dataclass
@@ -103,33 +104,6 @@ class TrainingSection(Section):
         self.check(rest == 0, prompts_per_step=f"{world_size} ranks cannot share it equally: {remedy}")
 
 
-_INSTEAD = {
-    "use beta": "kl_coef init_kl_coef kl_loss_coef",
-    "use dtype": "bf16 fp16 torch_dtype",
-    "use epsilon": "clip_ratio eps_clip",
-    "use eval_steps": "eval_strategy eval_on_start test_freq",
-    "use learning_rate": "lr actor_learning_rate",
-    "use max_completion_length": "max_new_tokens max_response_length generate_max_len",
-    "use max_steps": "num_train_epochs total_epochs max_epochs num_episodes all_steps",
-    "use num_generations": "n n_samples_per_prompt num_pre_Q",
-    "use prompts_per_step": "Q_batch_size",
-    "use prompts_per_step and micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
-    "use prompts_per_step and steps_per_generation": "generation_batch_size rollout_batch_size",
-    "use quantization": "load_in_4bit load_in_8bit",
-    "use ref_update_steps": "sync_ref_model ref_model_sync_steps",
-    "use sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
-    "use output_dir, whose last part names the run": "run_name experiment_name",
-    "use dry_run, or python ref_server.py --estimate": "estimate",
-    "use sampler pool, and draw with python generate.py --engine vllm": "use_vllm vllm_mode",
-    "set the environment variable HF_TOKEN": "hub_token",
-    "leave it out: the loss scores the full distribution, so that is drawn": "top_p top_k min_p repetition_penalty",
-    "leave it out: the trainer chooses the attention itself": "attn_implementation",
-    "leave it out: log-probs would be those of another distribution than was sampled from": "lora_dropout",
-    "leave it out: every step is recorded": "logging_steps log_completions",
-}
-"""what to do about settings of other trainers, first of all TRL's, and of the reference server"""
-
-
 @dataclass
 class TrainerConfig(
     RecordSection,
@@ -146,7 +120,7 @@ class TrainerConfig(
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name"}
     UNCOMMON: ClassVar = {"dataset_test_split", "num_generations_eval", "temperature", "port", "token_file"}
     """common settings of other programs that the short `--help` of this one leaves out"""
-    INSTEAD: ClassVar = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
+    INSTEAD: ClassVar = INSTEAD
 
     def __post_init__(self) -> None:
         recorded = self.recorded_settings()

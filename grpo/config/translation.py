@@ -1,0 +1,271 @@
+"""Translates settings of TRL, verl, EasyR1 and simple_GRPO into ours (`grpo init --from`), and says what to use instead
+of a name of theirs.
+
+Names are of TRL 1.16's GRPOConfig, verl's verl/trainer/config/_generated_ppo_trainer.yaml, EasyR1's
+examples/config.yaml and simple_GRPO's grpo_vllm_one.py. A name that begins with _ is a part of a setting: `_join` makes
+settings of all parts.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo.config.command_line import load_yaml
+from grpo.config.errors import ConfigError, one_line
+
+_INSTEAD = {
+    "use beta": "kl_coef init_kl_coef kl_loss_coef",
+    "use dtype": "bf16 fp16 torch_dtype",
+    "use epsilon": "clip_ratio eps_clip",
+    "use eval_steps": "eval_strategy eval_on_start test_freq",
+    "use learning_rate": "lr actor_learning_rate",
+    "use max_completion_length": "max_new_tokens max_response_length generate_max_len",
+    "use max_steps": "num_train_epochs total_epochs total_episodes max_epochs num_episodes all_steps",
+    "use num_generations": "n n_samples_per_prompt num_pre_Q",
+    "use prompts_per_step": "Q_batch_size",
+    "use prompts_per_step and micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
+    "use prompts_per_step and steps_per_generation": "generation_batch_size rollout_batch_size",
+    "use quantization": "load_in_4bit load_in_8bit",
+    "use ref_update_steps": "sync_ref_model ref_model_sync_steps",
+    "use sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
+    "use output_dir, whose last part names the run": "run_name experiment_name",
+    "use dry_run, or python ref_server.py --estimate": "estimate",
+    "use sampler pool, and draw with python generate.py --engine vllm": "use_vllm vllm_mode",
+    "set the environment variable HF_TOKEN": "hub_token",
+    "leave it out: the loss scores the full distribution, so that is drawn": "top_p top_k min_p repetition_penalty",
+    "leave it out: the trainer chooses the attention itself": "attn_implementation",
+    "leave it out: log-probs would be those of another distribution than was sampled from": "lora_dropout",
+    "leave it out: every step is recorded": "logging_steps log_completions",
+    "use dataset_order as_is": "shuffle_dataset shuffle",
+    "use dataset_image_column, for a model that reads pictures": "image_key",
+    "write it with TRL's signature (docs/rewards.md)": "score_function custom_reward_function",
+}
+INSTEAD = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
+"""what to do about settings of other trainers, first of all TRL's, and of the reference server"""
+
+Rule = str | Callable[[Any], dict[str, Any]]
+"""our name for a setting, or a function of its value that returns ours"""
+
+
+def _data(value: Any) -> dict[str, Any]:
+    """Read `hub/name@split` (EasyR1), or a file, whose folder is the dataset if it is called train."""
+    name, _, split = str(value[0] if isinstance(value, list) else value).partition("@")
+    path = Path(os.path.expandvars(os.path.expanduser(name)))
+    dataset = {"dataset_name": str(path.parent if path.stem == "train" else path)}
+    return dataset | ({"dataset_train_split": split} if split else {})
+
+
+def _held_out(value: Any) -> dict[str, Any]:
+    split = str(value).partition("@")[2]
+    return {"dataset_test_split": split} if split else {}
+
+
+def _steps(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: max(0, int(value))}  # -1 is never
+
+
+def _choice(name: str, **ours: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: ours.get(str(value).replace("-", "_"), str(value))}
+
+
+_ESTIMATOR = _choice(
+    "advantage_estimator",
+    reinforce_plus_plus="reinforce++",
+    reinforce_plus_plus_baseline="reinforce++_baseline",
+    grpo_passk="passk",
+)
+_KL = _choice("kl_estimator", low_var_kl="k3", kl="k1", mse="k2")
+
+_TRL: dict[str, Rule] = {
+    "model": "model_name_or_path",
+    "train_dataset": _data,
+    "r": lambda value: {"use_peft": True, "lora_r": value},
+    "target_modules": "lora_target_modules",
+    "per_device_train_batch_size": "_sequences",
+    "gradient_accumulation_steps": "_accumulation",
+    "bf16": lambda value: {"dtype": "bfloat16"} if value else {},
+}
+_VERL: dict[str, Rule] = {
+    "data.train_files": _data,
+    "data.val_files": _held_out,
+    "data.prompt_key": "dataset_prompt_column",
+    "data.max_prompt_length": "max_prompt_length",
+    "data.max_response_length": "max_completion_length",
+    "data.train_batch_size": "_round",
+    "actor_rollout_ref.model.path": "model_name_or_path",
+    "actor_rollout_ref.model.trust_remote_code": "trust_remote_code",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "actor_rollout_ref.model.lora_rank": lambda value: {"use_peft": True, "lora_r": value} if int(value) else {},
+    "actor_rollout_ref.model.lora_alpha": "_lora_alpha",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "prompts_per_step",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "micro_batch_tokens",
+    "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
+    "actor_rollout_ref.actor.clip_ratio": "epsilon",
+    "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
+    "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
+    "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
+    "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
+    "actor_rollout_ref.actor.use_kl_loss": "_kl_in_loss",
+    "actor_rollout_ref.actor.kl_loss_coef": "_kl_loss_coef",
+    "actor_rollout_ref.actor.kl_loss_type": _KL,
+    "actor_rollout_ref.actor.loss_agg_mode": _choice(
+        "loss_type", token_mean="dapo", seq_mean_token_mean="grpo", seq_mean_token_sum_norm="dr_grpo"
+    ),
+    "actor_rollout_ref.actor.optim.lr": "learning_rate",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": _steps("warmup_steps"),
+    "actor_rollout_ref.actor.optim.weight_decay": "weight_decay",
+    "actor_rollout_ref.rollout.n": "num_generations",
+    "actor_rollout_ref.rollout.temperature": "temperature",
+    "algorithm.adv_estimator": _ESTIMATOR,
+    "algorithm.norm_adv_by_std_in_grpo": lambda value: {} if value else {"scale_rewards": "none"},
+    "algorithm.use_kl_in_reward": "kl_in_reward",
+    "algorithm.kl_ctrl.kl_coef": "_kl_coef",
+    "trainer.total_training_steps": "max_steps",
+    "trainer.save_freq": _steps("save_steps"),
+    "trainer.test_freq": _steps("eval_steps"),
+}
+_EASYR1: dict[str, Rule] = {
+    **{name: rule for name, rule in _VERL.items() if name.startswith("data.")},
+    "data.answer_key": "dataset_answer_column",
+    "data.seed": "seed",
+    "data.rollout_batch_size": "_round",
+    "algorithm.adv_estimator": _ESTIMATOR,
+    "algorithm.disable_kl": "_no_kl",
+    "algorithm.use_kl_loss": lambda value: {} if value else {"kl_in_reward": True},
+    "algorithm.kl_penalty": _KL,
+    "algorithm.kl_coef": "_kl_coef",
+    "worker.actor.model.model_path": "model_name_or_path",
+    "worker.actor.model.trust_remote_code": "trust_remote_code",
+    "worker.actor.model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "worker.actor.model.freeze_vision_tower": "_freeze",
+    "worker.actor.global_batch_size": "prompts_per_step",
+    "worker.actor.max_grad_norm": "max_grad_norm",
+    "worker.actor.clip_ratio_low": "epsilon",
+    "worker.actor.clip_ratio_high": "epsilon_high",
+    "worker.actor.optim.lr": "learning_rate",
+    "worker.actor.optim.weight_decay": "weight_decay",
+    "worker.rollout.n": "num_generations",
+    "worker.rollout.temperature": "temperature",
+    "trainer.max_steps": "max_steps",
+    "trainer.val_freq": _steps("eval_steps"),
+    "trainer.save_freq": _steps("save_steps"),
+    "trainer.save_limit": lambda value: {"save_total_limit": value} if int(value) > 0 else {},
+}
+_SIMPLE_GRPO: dict[str, Rule] = {
+    "model_path": "model_name_or_path",
+    "all_steps": "max_steps",
+    "num_pre_Q": "num_generations",
+    "clip_param": "epsilon",
+    "ref_server": lambda value: {"ref_servers": [value]},
+    "lr": "learning_rate",
+    "temperature": "temperature",
+    "max_tokens": "max_completion_length",
+    "gradient_accumulation_steps": "_accumulation",
+    "train_batch_size": "_sequences",
+}
+TABLES = {"trl": _TRL, "verl": _VERL, "easyr1": _EASYR1, "simple_grpo": _SIMPLE_GRPO}
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Our settings for those of another trainer, and what has no counterpart, with a hint or an empty text."""
+
+    settings: dict[str, Any]
+    left: dict[str, str]
+
+
+def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
+    """Read another trainer's YAML, Python script or shell command, and translate it into settings of `known` names.
+
+    Raises ConfigError if the file cannot be read, or has nothing of that trainer.
+    """
+    table, parts, left = TABLES[trainer], {}, {}
+    ours = known if trainer in ("trl", "simple_grpo") else ()
+    try:
+        for name, value in _given(path, table):
+            rule = table.get(name) or (name if name in ours else None)
+            if rule is None:
+                left.setdefault(name, INSTEAD.get(name.rpartition(".")[2], ""))
+            else:
+                found = {rule: value} if isinstance(rule, str) else rule(value)
+                parts |= {key: value for key, value in found.items() if key not in parts}  # the first of several
+    except OSError as error:
+        raise ConfigError(f"from='{path}': {error.strerror}: name the file of {trainer}'s settings") from error
+    except (SyntaxError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
+    if not parts:
+        raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
+    return Translation(_join(trainer, parts), left)
+
+
+def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
+    """Make settings of what other trainers say in several parts."""
+    settings = {name: value for name, value in parts.items() if not name.startswith("_")}
+    if "_sequences" in parts:  # of a process: for more of them multiply
+        group, passes = int(settings.get("num_generations", 8)), int(parts.get("_accumulation", 1))
+        settings["prompts_per_step"] = max(1, int(parts["_sequences"]) * passes // group)
+    if "_round" in parts:
+        updates = int(parts["_round"]) // int(settings.setdefault("prompts_per_step", parts["_round"]))
+        settings |= {"steps_per_generation": updates} if updates > 1 else {}
+    if trainer == "verl" and parts.get("_kl_in_loss"):
+        settings["beta"] = float(parts.get("_kl_loss_coef", 0.001))
+    elif trainer == "verl":
+        settings["beta"] = float(parts.get("_kl_coef", 0.001)) if settings.get("kl_in_reward") else 0.0
+    elif trainer == "easyr1":
+        settings["beta"] = 0.0 if parts.get("_no_kl") else float(parts.get("_kl_coef", 0.001))
+    if not settings.get("beta", 1.0):  # they would have no effect, and are refused
+        settings.pop("kl_estimator", None)
+        settings.pop("kl_in_reward", None)
+    if settings.get("use_peft") and "_lora_alpha" in parts:
+        settings["lora_alpha"] = parts["_lora_alpha"]
+    if parts.get("_freeze"):
+        settings["freeze_vision_tower"] = True
+    return settings
+
+
+def _given(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings in a file: the leaves of YAML, the constants of Python, the `a.b=c` of a shell command."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield from _python_constants(ast.parse(text), wanted)
+    elif path.suffix in (".yaml", ".yml"):
+        yield from _leaves("", load_yaml(text) or {})
+    else:
+        for name, value in re.findall(r"(?<!\S)['\"]?\+*([A-Za-z_]\w*(?:\.\w+)+)=('[^']*'|\"[^\"]*\"|\S+)", text):
+            yield name, load_yaml(value.strip("'\""))
+
+
+def _leaves(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(f"{prefix}{name}.", value)
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
+def _python_constants(tree: ast.Module, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield constants of the module and keywords of the trainer's classes; of other calls and dictionaries only the
+    wanted names."""
+    for node in ast.walk(tree):
+        pairs: list[tuple[Any, ast.expr]] = []
+        if isinstance(node, ast.Assign) and node in tree.body and isinstance(node.targets[0], ast.Name):
+            pairs = [(node.targets[0].id, node.value)]
+        elif isinstance(node, ast.Call):
+            is_config = getattr(node.func, "id", "") in ("GRPOConfig", "GRPOTrainer", "LoraConfig")
+            pairs = [(each.arg, each.value) for each in node.keywords if is_config or each.arg in wanted]
+        elif isinstance(node, ast.Dict):
+            named = zip(node.keys, node.values, strict=True)
+            pairs = [(key.value, value) for key, value in named if getattr(key, "value", None) in wanted]
+        for name, value in pairs:
+            if isinstance(value, ast.Constant | ast.List | ast.UnaryOp):
+                with suppress(ValueError):  # an expression, of which only the script knows the value
+                    yield name, ast.literal_eval(value)

@@ -1,0 +1,169 @@
+"""`grpo init`: the starting point is accepted and runs; other trainers' settings become ours, the rest is listed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+from trainer_runs import lines
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.programs import LaunchConfig
+
+EASYR1 = """
+data:
+  train_files: hiyouga/math12k@train
+  val_files: hiyouga/math12k@test
+  prompt_key: problem
+  answer_key: answer
+  image_key: images
+  max_response_length: 2048
+  rollout_batch_size: 512
+algorithm: {adv_estimator: reinforce_plus_plus, disable_kl: false, kl_penalty: low_var_kl, kl_coef: 1.0e-2}
+worker:
+  actor:
+    global_batch_size: 128
+    model: {model_path: Qwen/Qwen2.5-7B-Instruct, freeze_vision_tower: false}
+    optim: {lr: 1.0e-6}
+  rollout: {n: 5, top_p: 0.99}
+trainer: {total_episodes: 15, val_freq: 5, save_freq: -1, save_limit: 3}
+"""
+VERL = r"""python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False \
+    data.train_files=/data/gsm8k/train.parquet \
+    data.train_batch_size=1024 data.max_response_length=1024 \
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.model.lora_rank=32 \
+    +actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm \
+    actor_rollout_ref.rollout.n=5 trainer.logger='["console","wandb"]' trainer.total_epochs=15 $@
+"""
+TRL = """
+from trl import GRPOConfig, GRPOTrainer
+rate = 3e-6
+args = GRPOConfig("out", num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2, beta=0.01,
+                  learning_rate=rate, max_steps=50, use_vllm=True, loss_type="dr_grpo")
+trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=args, peft_config=LoraConfig(r=8))
+"""
+SIMPLE_GRPO = """
+model_path = "/data/Qwen2.5-7B"
+beta = 0.04
+all_steps = 1000
+num_pre_Q = 8
+train_batch_size = 8
+gen_update_steps = 16
+ds_config = {"gradient_accumulation_steps": 4, "optimizer": {"params": {"lr": 1e-6}}, "zero_optimization": {"stage": 2}}
+def gen_worker():
+    first = SamplingParams(n=num_pre_Q, temperature=0.9, max_tokens=700)
+    second = SamplingParams(temperature=0, max_tokens=1)
+"""
+TRANSLATED = {
+    "easyr1": (
+        "config.yaml",
+        EASYR1,
+        {
+            **{"dataset_name": "hiyouga/math12k", "dataset_prompt_column": "problem", "max_completion_length": 2048},
+            **{"advantage_estimator": "reinforce++", "beta": 0.01, "kl_estimator": "k3", "num_generations": 5},
+            **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 5, "save_steps": 0},
+            **{"save_total_limit": 3, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "learning_rate": 1e-6},
+        },
+        ["trainer.total_episodes (use max_steps)", "worker.rollout.top_p (leave it out", "data.image_key (use dataset"],
+    ),
+    "verl": (
+        "run.sh",
+        VERL,
+        {
+            **{"dataset_name": "/data/gsm8k", "beta": 0.0, "use_peft": True, "lora_r": 32, "learning_rate": 1e-6},
+            **{"prompts_per_step": 256, "steps_per_generation": 4, "epsilon": 0.2, "epsilon_high": 0.28},
+            **{"scale_rewards": "none", "loss_type": "dr_grpo", "model_name_or_path": "Qwen/Qwen3-8B"},
+        },
+        ["trainer.logger\n", "trainer.total_epochs (use max_steps)"],
+    ),
+    "trl": (
+        "script.py",
+        TRL,
+        {
+            **{"num_generations": 4, "prompts_per_step": 4, "beta": 0.01, "max_steps": 50, "loss_type": "dr_grpo"},
+            **{"use_peft": True, "lora_r": 8, "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"},
+        },
+        ["use_vllm (use sampler pool"],
+    ),
+    "simple_grpo": (
+        "grpo_vllm_one.py",
+        SIMPLE_GRPO,
+        {
+            **{"model_name_or_path": "/data/Qwen2.5-7B", "max_steps": 1000, "prompts_per_step": 4, "temperature": 0.9},
+            **{"max_completion_length": 700, "learning_rate": 1e-6, "beta": 0.04},
+        },
+        ["gen_update_steps\n"],
+    ),
+}
+
+
+def init(folder, *words) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "grpo", "init", *map(str, words)]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def accepted(folder, monkeypatch) -> LaunchConfig:
+    monkeypatch.chdir(folder)
+    return parse_arguments(LaunchConfig, "", ["--config", "config.yaml"])
+
+
+@pytest.mark.parametrize("trainer", TRANSLATED)
+def test_other_trainers_settings_become_ours_and_the_rest_is_listed(trainer, tmp_path, monkeypatch):
+    name, text, expected, left = TRANSLATED[trainer]
+    (tmp_path / name).write_text(text)
+    done = init(tmp_path, "mine", "--from", trainer, name)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "mine/config.yaml").read_text()
+    listed = written.partition("# Without a counterpart here:\n")[2]
+    assert all(f"#   {each}" in listed for each in left) and "stage" not in listed
+    config = accepted(tmp_path / "mine", monkeypatch)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_the_starting_point_is_accepted_and_nothing_is_overwritten(tmp_path, monkeypatch):
+    done = init(tmp_path)
+    assert done.returncode == 0 and "next:  cd . && grpo launch --config config.yaml --dry_run" in done.stdout
+    assert [len(lines(tmp_path / f"data/{split}.jsonl")) for split in ("train", "test")] == [64, 16]
+    config = accepted(tmp_path, monkeypatch)
+    assert config.reward_funcs == ["rewards.py:right_number", "rewards.py:brevity"] and not config.starts_server
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    (tmp_path / "config.yaml").unlink()
+    again = init(tmp_path)
+    assert again.returncode == 2 and "it has rewards.py, data/train.jsonl, data/test.jsonl already" in again.stderr
+    assert not (tmp_path / "config.yaml").exists()
+    assert all(path.read_bytes() == before[path] for path in tmp_path.rglob("*.*"))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["openrlhf", "x.yaml"], "from='openrlhf': use trl, verl, easyr1, simple_grpo"),
+        (["verl", "absent.sh"], "from='absent.sh': No such file or directory: name the file of verl's settings"),
+        (["trl", "broken.py"], "from='broken.py': it cannot be read"),
+        (["verl", "empty.sh"], "from='empty.sh': it has no setting of verl: name another file"),
+    ],
+)
+def test_a_file_that_cannot_be_translated_is_refused_before_anything_is_written(words, message, tmp_path):
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "empty.sh").write_text("echo hello\n")
+    done = init(tmp_path, "mine", "--from", *words)
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "mine").exists()
+
+
+@pytest.mark.slow
+def test_the_starting_point_trains(tmp_path, model_folder):
+    assert init(tmp_path).returncode == 0
+    words = ["--model_name_or_path", model_folder, "--max_steps=2", "--eval_steps=2"]
+    words += ["--max_prompt_length=200", "--max_completion_length=8"]
+    command = [sys.executable, "-m", "grpo", "launch", "--config", "config.yaml", "--output_dir", "run", *words]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2 and "rewards/brevity/mean" in rows[-1] and "eval_accuracy" in rows[-1]
