@@ -57,6 +57,9 @@ class TrainingSection(Section):
         common=True,
         above=0,
     )
+    dataset_order: str = option(
+        "shuffled", "order of the prompts: shuffled anew each epoch, as_is, or column:NAME, its lowest numbers first"
+    )
     steps_per_generation: int = option(1, "updates that one round of generation feeds, each with new prompts", above=0)
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
     micro_batch_tokens: int = option(16384, "tokens in a pass: lower it if memory runs out", above=0, common=True)
@@ -76,6 +79,11 @@ class TrainingSection(Section):
         True, "recompute activations: less memory, more time", off="keep activations: more memory, less time"
     )
     deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's settings; the trainer fills in what says auto")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_known = self.dataset_order in ("shuffled", "as_is") or self.dataset_order.startswith("column:")
+        self.check(is_known, dataset_order="use shuffled, as_is or column:NAME")
 
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
         """Give unset settings the value of the run to continue, or their default."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import require
 from grpo.config.sampling_settings import AnsweringConfig, DataSection
+from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import PictureCountError
 from grpo.data.dataset import decoded, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
@@ -140,18 +143,35 @@ def check_reward_columns(
     require(not taken, "dataset_name", config.dataset_name, reason)
 
 
+def order_of(config: TrainerConfig, examples: Sequence[Example]) -> np.ndarray | None:
+    """Return the examples' places in dataset_order, int64; None for shuffled. Raises ConfigError if a column has
+    values that are no numbers."""
+    if config.dataset_order == "shuffled":
+        return None
+    if config.dataset_order == "as_is":
+        return np.arange(len(examples))
+    name = config.dataset_order.removeprefix("column:")
+    values = [example.columns.get(name) for example in examples]
+    for value in values:
+        is_number = isinstance(value, Real) and not math.isnan(value)
+        config.check(is_number, dataset_order=f"that column of {config.dataset_name} has {value!r:.40}: use numbers")
+    return np.argsort(np.asarray(values, dtype=np.float64), kind="stable")
+
+
 class PromptStream:
-    """The order in which ranks train on examples: a seeded shuffle of the data, epoch after epoch.
+    """The order in which ranks train on examples: a seeded shuffle of the data, epoch after epoch, or one given order.
 
     Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares.
-    An epoch's last examples that do not fill a step wait for the next shuffle. The step number is the whole state.
+    An epoch's last examples that do not fill a step wait for the next shuffle; in a given order (places, int64) the
+    first ones follow them in the same step. The step number is the whole state.
     """
 
-    def __init__(self, examples: Sequence[Example], prompts_per_step: int, seed: int):
+    def __init__(self, examples: Sequence[Example], prompts_per_step: int, seed: int, order: np.ndarray | None = None):
         size = len(examples)
         reason = f"the dataset has only {size} usable prompts: use {size}"
         require(size >= prompts_per_step, "prompts_per_step", prompts_per_step, reason)
         self._examples, self._size, self._per_step, self._seed = examples, size, prompts_per_step, seed
+        self._order = order
 
     def examples_of(self, step: int, rank: int = 0, world_size: int = 1) -> list[Example]:
         """Return this rank's [prompts_per_step / world_size] examples of a step (from 0)."""
@@ -179,6 +199,8 @@ class PromptStream:
 
     def _indices(self, step: int) -> np.ndarray:
         """Return the places of all ranks' examples in the dataset: int64 [prompts_per_step]."""
+        if self._order is not None:
+            return self._order[np.arange(step * self._per_step, (step + 1) * self._per_step) % self._size]
         epoch, place = divmod(step, self._size // self._per_step)
         order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
         return order[place * self._per_step : (place + 1) * self._per_step]

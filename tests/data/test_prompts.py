@@ -1,6 +1,7 @@
 """Loading from every kind of place, gold answers, prompts, and the order of training."""
 
 import json
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pyarrow
@@ -12,7 +13,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import gold_answer
-from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
+from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
 from grpo.trainer.dry_run import dry_run
 
 ROWS = [
@@ -419,6 +420,26 @@ def test_the_order_is_the_seeds_and_the_step_is_the_whole_state():
     assert [first.examples_of(step) for step in range(30)] == [again.examples_of(step) for step in range(30)]
     assert again.examples_of(17) == first.examples_of(17)  # asked out of order: as after a restart
     assert first.examples_of(0) != different.examples_of(0)
+
+
+def test_a_given_order_is_kept_and_goes_on_from_the_start_in_the_same_step():
+    rows = [SimpleNamespace(columns={"difficulty": value, "text": "a"}) for value in (5, 1.5, 3, 1, 4)]
+    streams = {
+        name: PromptStream(range(5), 2, seed=0, order=order_of(TrainerConfig(dataset_order=name), rows))
+        for name in ("as_is", "column:difficulty", "shuffled")
+    }
+
+    def ten(stream: PromptStream) -> list[int]:
+        return [example for step in range(5) for example in stream.examples_of(step)]
+
+    assert ten(streams["as_is"]) == [0, 1, 2, 3, 4] * 2
+    assert ten(streams["column:difficulty"]) == [3, 1, 2, 4, 0] * 2
+    assert ten(streams["shuffled"]) == ten(PromptStream(range(5), 2, seed=0))
+    for name, value in (("text", "'a'"), ("level", "None")):
+        with pytest.raises(ConfigError, match=f"dataset_order='column:{name}': that column of .* has {value}: use num"):
+            order_of(TrainerConfig(dataset_order=f"column:{name}"), rows)
+    with pytest.raises(ConfigError, match="dataset_order='random': use shuffled, as_is or column:NAME"):
+        TrainerConfig(dataset_order="random")
 
 
 def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():
