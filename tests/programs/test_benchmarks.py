@@ -17,8 +17,9 @@ from benchmarks.arithmetic import each_alone, padded, prompt_once
 from benchmarks.common import groups
 from benchmarks.options import OPTIONS
 from benchmarks.pool import stored_alone, throughput, written_alone
+from benchmarks.real import GRPO
 from benchmarks.real_tasks import TASKS, sentence_reward, sorting_reward
-from benchmarks.results import PAGE, page, read
+from benchmarks.results import PAGE, page, read, summary
 from demo.__main__ import CONFIG, REAL
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import LaunchConfig
@@ -67,7 +68,9 @@ def test_every_option_of_the_options_benchmark_is_accepted(tmp_path):
         parse_arguments(LaunchConfig, "", [*given, *words.split()]).check_ranks(2)
 
 
-def test_the_results_page_is_made_of_the_numbers_that_are_kept():
+def test_readme_and_the_results_page_say_the_numbers_that_are_kept():
+    readme = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+    assert summary(read()["sums"][GRPO]) in readme
     assert PAGE.read_text(encoding="utf-8") == page(read())
 
 
