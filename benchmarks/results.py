@@ -94,8 +94,7 @@ def side_row(side: str, runs: Runs, ours: Runs, tokens: float) -> dict[str, obje
     reached, base = ([at_tokens(each[seed], tokens, "accuracy") for seed in common] for each in (runs, ours))
     differences = [mine - theirs for mine, theirs in zip(reached, base, strict=True)]
     return {
-        "side": side,
-        "options beside the demo's": f"`{SIDES[side]}`" if SIDES[side] else "",
+        "side": side + (f": `{SIDES[side]}`" if SIDES[side] else ""),
         "seeds": len(common),
         f"held-out after {tokens:,.0f} tokens, %": interval(reached),
         "above GRPO, points": "" if side == GRPO else interval(differences),
