@@ -13,13 +13,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.card import Clock, Tables, free
-from benchmarks.gpu_train import write_prompts
+from benchmarks.card import Clock, Tables
+from benchmarks.gpu_train import save_random, write_prompts
 from demo import real
 from demo.__main__ import REAL, rise_of
-from demo.model import build_tokenizer
 from grpo.config.console import free_port
 
 SHAPES = {
@@ -30,7 +29,6 @@ SHAPES = {
 """how each is trained, and what others publish: EasyR1's README for bf16, Unsloth's announcement of February 2025"""
 STEP = ["--num_generations", "8", "--prompts_per_step", "8", "--save_steps", "0", "--report_to", "none"]
 LAUNCH = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "1"]
-OFFLINE = {"HF_HUB_OFFLINE": "1"} | os.environ
 Build = Callable[[str, bool], PreTrainedModel]
 
 
@@ -57,12 +55,11 @@ def gsm8k(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
         if tiny:
             (folder / "data").mkdir()
             for split in ("train", "test"):
-                write_prompts(folder / f"data/{split}.jsonl", build_tokenizer(seed=0), (20, 40))
-        words = ["--max_steps", "2", "--eval_samples", "4", "--max_completion_length", "8"]
-        if not tiny:
-            words = ["--max_steps", "500", "--eval_samples", "500", "--max_completion_length", "256"]
-            words += ["--dataset_name", os.environ.get("GSM8K", "openai/gsm8k")]
-        words += ["--eval_steps", words[1], "--learning_rate", "1e-5", "--warmup_steps", "0", *STEP]
+                write_prompts(folder / f"data/{split}.jsonl", (20, 40))
+        data = str(folder / "data") if tiny else os.environ.get("GSM8K", "openai/gsm8k")
+        steps, samples, length = ("2", "4", "8") if tiny else ("500", "500", "256")
+        words = ["--dataset_name", data, "--max_steps", steps, "--eval_steps", steps, "--eval_samples", samples]
+        words += ["--max_completion_length", length, "--learning_rate", "1e-5", "--warmup_steps", "0", *STEP]
         tables.head("GSM8K", "before", "after", "rise, points", "seconds a step, median")
         learned("seed 0", run([*settings(folder), *words], folder, clock), tables)
 
@@ -80,7 +77,7 @@ def shapes(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             save_random(build(shape, tiny), folder / "model")
-            write_prompts(folder / "data.jsonl", build_tokenizer(seed=0), lengths)
+            write_prompts(folder / "data.jsonl", lengths)
             words = [*settings(folder), "--dataset_name", str(folder / "data.jsonl"), *options, *STEP]
             words += ["--max_steps", "5", "--eval_steps", "0", "--max_completion_length", new, "--system_prompt", ""]
             promise = promised(words)
@@ -108,7 +105,7 @@ def run(words: list[str], folder: Path, clock: Clock) -> list[dict]:
     log = folder / "log"
     shutil.rmtree(folder / "run", ignore_errors=True)
     with open(log, "w") as output:
-        process = subprocess.Popen([*LAUNCH, *words], env=OFFLINE, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*LAUNCH, *words], stdout=output, stderr=subprocess.STDOUT)
     try:
         code = process.wait(max(1.0, clock.left()))
     except subprocess.TimeoutExpired:
@@ -125,7 +122,7 @@ def run(words: list[str], folder: Path, clock: Clock) -> list[dict]:
 
 def promised(words: list[str]) -> float:
     """Return what the dry run says that the trainer's rank needs on this machine, GiB."""
-    done = subprocess.run([*LAUNCH, "--dry_run", *words], env=OFFLINE, capture_output=True, text=True, check=False)
+    done = subprocess.run([*LAUNCH, "--dry_run", *words], capture_output=True, text=True, check=False)
     found = re.search(r"^  together +([0-9,]+)", done.stdout, re.MULTILINE)
     if not found:
         print(done.stdout + done.stderr)
@@ -150,12 +147,3 @@ def save_model(build: Build, tiny: bool, folder: Path) -> None:
         save_random(build("Qwen2.5-1.5B", tiny), folder)
     else:
         real.build(folder, seed=0)
-
-
-def save_random(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model of random weights with the demo's tokenizer."""
-    tokenizer = build_tokenizer(seed=0)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    free(model)

@@ -32,16 +32,8 @@ def train(shape: str, build: Callable[[], PreTrainedModel], tiny: bool, clock: C
     steps, new, rounds = (8, 8, 2) if tiny else (60, 400, 10)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        tokenizer = build_tokenizer(seed=0)
-        model = build()
-        model.generation_config = GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-        )
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        free(model)
-        del model
-        write_prompts(folder / "train.jsonl", tokenizer, (20, 40) if tiny else (100, 200))
+        save_random(build(), folder / "model")
+        write_prompts(folder / "train.jsonl", (20, 40) if tiny else (100, 200))
         settings = {
             "dataset_name": folder / "train.jsonl",
             "output_dir": folder / "run",
@@ -130,8 +122,18 @@ def run_both(folder: Path, steps: int, settings: dict[str, object], clock: Clock
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-def write_prompts(path: Path, tokenizer, lengths: tuple[int, int]) -> None:
-    """Write made-up problems, several to a prompt, of about as many tokens as GSM8K's with their system prompt have."""
+def save_random(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model of random weights with the demo's tokenizer, and free its memory."""
+    tokenizer = build_tokenizer(seed=0)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    free(model)
+
+
+def write_prompts(path: Path, lengths: tuple[int, int]) -> None:
+    """Write made-up problems, several to a prompt, of so many of the demo's tokens: about as many as GSM8K's have."""
+    tokenizer = build_tokenizer(seed=0)
     stories = problems(random.Random(0))
     draw = random.Random(1)
     with open(path, "w") as file:

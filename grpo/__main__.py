@@ -70,7 +70,6 @@ def become(name: str, program: Program, options: list[str]) -> None:
     """Run a program's file in this process, as if it were the one that was started; messages call it `name`."""
     main_module = sys.modules["__main__"]
     main_module.__spec__, main_module.__file__ = None, str(program.file)
-    sys.path.insert(0, str(PROGRAMS))  # where the programs' reward.py is
     sys.argv = [name, *program.options, *options]
     exec(compile(program.file.read_bytes(), program.file, "exec"), main_module.__dict__)
 

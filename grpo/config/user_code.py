@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo.config.errors import ConfigError, did_you_mean, one_line
+from grpo.config.fields import PROGRAMS
 
 Key = tuple[int | str, ...]  # the seed of a call's random numbers
 
@@ -135,7 +136,10 @@ def load_function(field: str, name: str, kind: str = "function") -> Callable:
 
 @contextmanager
 def imported(field: str, name: str, path: str) -> Iterator[None]:
-    """Import the user's file `path` inside. Raises ConfigError with the file's line if its code raises."""
+    """Import the user's file `path` inside, which may import reward.py. Raises ConfigError with the file's line if its
+    code raises."""
+    if str(PROGRAMS) not in sys.path:
+        sys.path.append(str(PROGRAMS))  # no program's own folder is there if a module of the package was started
     try:
         with user_code("import"):
             yield

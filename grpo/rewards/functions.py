@@ -7,7 +7,6 @@ import importlib
 import inspect
 import json
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from grpo.config import user_code
 from grpo.config.errors import RewardError
-from grpo.config.fields import PACKAGE, PROGRAMS
+from grpo.config.fields import PACKAGE
 from grpo.config.user_code import Key
 
 if TYPE_CHECKING:
@@ -114,8 +113,6 @@ def load_function(name: str) -> Callable:
     """
     if ":" in name:
         return user_code.load_function("reward_funcs", name)
-    if str(PROGRAMS) not in sys.path:
-        sys.path.append(str(PROGRAMS))  # where `python -m grpo.evaluate` of an installed package finds it
     with user_code.imported("reward_funcs", name, "reward.py"):
         module = importlib.import_module("reward")
     kind = "function (a reward model is written ./folder or org/model)"
