@@ -55,8 +55,13 @@ def test_the_installed_command_trains_and_evaluates_away_from_the_repository(ins
     assert "talk to it:    " in run(grpo, "launch", *words, folder=installed)
     assert [row["step"] for row in lines(installed / "run/metrics.jsonl")][-1] == 5
     assert lines(installed / "run/starts.jsonl")[0]["command"].startswith("grpo launch --model_name_or_path=")
-    answers = run(grpo, "eval", "--model", "run/model", "--eval_samples", "4", folder=installed)
-    assert "on 4 problems" in answers
+    (installed / "mine.py").write_text(
+        "from reward import text_of\n\ndef length(completions, **kwargs):\n"
+        "    return [float(len(text_of(text))) for text in completions]\n"
+    )
+    rewards = ["--reward_funcs", "mine.py:length"]
+    answers = run(grpo, "eval", "--model", "run/model", "--eval_samples", "4", *rewards, folder=installed)
+    assert "on 4 problems" in answers and "    length " in answers
 
 
 @pytest.mark.slow
