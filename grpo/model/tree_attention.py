@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +80,17 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float
         max(tree.key_lengths),
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] > key.shape[1],
+        **_grouped(query.shape[1] > key.shape[1]),
     )
     return out.unsqueeze(0)
+
+
+@cache
+def _grouped(heads_are_grouped: bool) -> dict[str, bool]:
+    """Return how varlen_attn is told that heads share keys: torch 2.13 wants to know it, 2.11 takes them anyway."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": heads_are_grouped} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 VARIANTS: dict[str, Callable[..., Tensor]] = {"varlen": varlen, "segments": segments}  # fastest first
