@@ -3,7 +3,6 @@
     python -m benchmarks.logprobs --part update                 time and memory beside TRL, in pairs
     python -m benchmarks.logprobs --part update --layers 24     ... with all of Qwen2.5-0.5B's layers
     python -m benchmarks.logprobs --part memory                 ours alone: peaks as vocabulary and lengths double
-    python -m benchmarks.logprobs --part growth                 ours alone: seconds as tokens grow, and a plot
     python -m benchmarks.logprobs --part settings               TRL alone: where its best settings come from
 
 Needs trl (written for 1.16.0) and matplotlib. Tables go to stdout, progress to stderr. Both sides compute the same loss
@@ -17,14 +16,11 @@ import json
 import logging
 import math
 import random
-import statistics
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -42,7 +38,6 @@ from benchmarks.common import (
     peak_above,
     qwen,
     random_model,
-    ratios,
     seconds,
     skewed,
     spread,
@@ -404,48 +399,6 @@ def part_memory(layers: int, vocabulary: int) -> None:
     print("\nEverything in one micro-batch. Packed tokens: completions, and the prompt once.")
 
 
-def part_growth(layers: int, vocabulary: int, repeats: int, budget: int, picture: Path) -> None:
-    ours = Ours(random_model(qwen(layers, vocabulary)), True, budget)
-    works = {groups: make_work(vocabulary, groups) for groups in (1, 2, 4, 8)}
-    phases = {"update": ours.update, "scoring": ours.score}
-    sides = {(name, groups): partial(phase, work) for name, phase in phases.items() for groups, work in works.items()}
-    ours.update(works[1])
-    ours.score(works[1])
-    times = in_turn(sides, repeats)
-    print(f"\n### Seconds as the work grows: {layers} layers, micro-batches of {budget:,} tokens, {repeats} times\n")
-    rows = []
-    for groups, work in works.items():
-        row = [f"{groups}x", f"{work.packed_tokens:,}", len(ours.batcher.cut(work.sequences, budget))]
-        for name in phases:
-            against = [ratio / groups for ratio in ratios(times[name, groups], times[name, 1])]
-            row += [spread(times[name, groups]), spread(against)]
-        rows.append(row)
-    head = ["work", "packed tokens", "micro-batches", "update, s", "against linear", "scoring, s", "against linear"]
-    print(table(head, rows))
-    draw(works, {key: statistics.median(values) for key, values in times.items()}, picture)
-
-
-def draw(works: dict[int, Work], medians: dict[tuple[str, int], float], picture: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    tokens = [work.packed_tokens for work in works.values()]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for name, colour in (("update", "tab:blue"), ("scoring", "tab:orange")):
-        axes.plot(tokens, [medians[name, groups] for groups in works], "o-", color=colour, label=f"{name}, measured")
-        first = medians[name, 1]
-        axes.plot(tokens, [first * groups for groups in works], "--", color=colour, label=f"{name}, linear from 1x")
-    axes.set(xlabel="tokens (completions, and each prompt once)", ylabel="seconds", xlim=0, ylim=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
-    print(f"\nplot: {picture}", file=sys.stderr)
-
-
 def describe(work: Work, vocabulary: int = 0) -> str:
     lengths = [len(completion) for _, completion in work.sequences]
     text = (
@@ -456,14 +409,10 @@ def describe(work: Work, vocabulary: int = 0) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.logprobs", description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["update", "memory", "growth", "settings", "all"], default="all")
+    parser.add_argument("--part", choices=["update", "memory", "settings", "all"], default="all")
     parser.add_argument("--layers", type=int, default=4, help="of 24 (default: 4)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
     parser.add_argument("--repeats", type=int, default=5, help="of everything timed (default: 5)")
-    parser.add_argument(
-        "--budget", type=int, default=2048, help="tokens a micro-batch in --part growth (default: 2048)"
-    )
-    parser.add_argument("--picture", type=Path, default=Path("docs/images/linear.png"), help="of --part growth")
     parser.add_argument("--peak", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -471,7 +420,7 @@ def main() -> None:
     if arguments.peak:
         print(peak_here(Setting(**arguments.peak)))
         return
-    chosen = ["update", "memory", "growth"] if arguments.part == "all" else [arguments.part]
+    chosen = ["update", "memory"] if arguments.part == "all" else [arguments.part]
     size = arguments.layers, arguments.vocabulary
     print(machine())
     if chosen != ["settings"]:
@@ -482,8 +431,6 @@ def main() -> None:
         part_settings(*size, arguments.repeats)
     if "memory" in chosen:
         part_memory(*size)
-    if "growth" in chosen:
-        part_growth(*size, arguments.repeats, arguments.budget, arguments.picture)
 
 
 if __name__ == "__main__":

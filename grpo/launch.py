@@ -11,7 +11,6 @@ save, then everything ends; a second Ctrl-C ends at once.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shlex
@@ -22,14 +21,13 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
-from grpo.config.console import free_port, start_logging
+from grpo.config.console import free_port, start_logging, start_program
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
@@ -40,7 +38,6 @@ log = logging.getLogger("grpo.launch")
 _GRACE = 30.0  # seconds in which the other ranks may end by themselves after one has failed
 _AFTER_FIRST = 2.0  # the same after the first rank, whose error the others would say again (say_once)
 _POLL = 0.2  # seconds between two looks at the processes
-_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def launch(config: LaunchConfig) -> int:
@@ -119,12 +116,8 @@ class Programs:
     def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
         command = f"{program_name()} {shlex.join(sys.argv[1:])}"
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(cards), COMMAND: command} | environment
-        return subprocess.Popen(
-            [sys.executable, str(PROGRAMS / program), "--config", str(self._settings)],
-            env=os.environ | {name: str(value) for name, value in environment.items()},
-            start_new_session=True,
-            preexec_fn=partial(ctypes.CDLL(None).prctl, _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
-        )
+        environment = os.environ | {name: str(value) for name, value in environment.items()}
+        return start_program([str(PROGRAMS / program), "--config", str(self._settings)], environment)
 
     def _pass_on(self, number: int, frame: FrameType | None = None) -> None:
         for process in self._ranks:

@@ -1,14 +1,20 @@
-"""The log of every program, above the progress bars and in colour on a terminal; and free TCP ports."""
+"""The log of every program, above the progress bars and in colour on a terminal; programs to start; free TCP ports."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
 import random
+import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from grpo.config.errors import ConfigError
 
@@ -42,6 +48,19 @@ def start_logging(level: int = logging.INFO) -> None:
     handler = _Handler()
     handler.setFormatter(_Formatter(sys.stderr.isatty() and not os.environ.get("NO_COLOR")))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def start_program(words: list[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
+    """Start Python with these words in a session of its own, which a Ctrl-C in the terminal does not reach. If this
+    process is killed, the kernel kills it. `options` are Popen's; its streams are text."""
+    die_together = partial(ctypes.CDLL(None).prctl, _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    command = [sys.executable, *words]
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, preexec_fn=die_together, text=True, **options
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

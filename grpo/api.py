@@ -1,0 +1,348 @@
+"""The trainer as a function, for scripts and notebooks.
+
+    import grpo
+
+    run = grpo.train(model="Qwen/Qwen2.5-0.5B-Instruct", train_dataset=dataset, reward_funcs=[brevity], beta=0)
+    run.metrics, run.model_path, run.evaluate(dataset), run.chat("Why is the sky blue?"), run.plot()
+
+A run is that of `grpo launch`, in processes of their own: it has the machine's cards, gives them back at its end, and
+starts the reference server if it needs one. Under torchrun or the deepspeed launcher each rank runs its trainer so.
+What it is given lies in the folder OUTPUT_DIR.inputs: rows, functions (dill stores them), and settings that
+`grpo launch --config` takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from grpo.config.command_line import load_yaml, to_yaml
+from grpo.config.console import start_program
+from grpo.config.errors import ConfigError, first_here
+from grpo.config.fields import PROGRAMS
+from grpo.run.json_lines import read_records
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+    from PIL.Image import Image
+
+    Rows = Dataset | Sequence[Mapping[str, Any]] | str | Path
+
+_STEP = re.compile(r"step (\d+) of (\d+): (.+)")
+_ERROR = re.compile(r": error: (.+)")
+_FUNCTIONS = '''"""The functions that grpo.train was given."""
+
+from pathlib import Path
+
+import dill
+
+for file in Path(__file__).parent.glob("*.dill"):
+    globals()[file.stem] = dill.loads(file.read_bytes())
+'''
+
+
+class RunError(RuntimeError):
+    """A run or an evaluation that ended early. The message says why, and how to go on."""
+
+
+class Metrics(list[dict[str, float]]):
+    """A dictionary for each step, step 0 for an evaluation before the first. A notebook shows a table."""
+
+    def _repr_html_(self) -> str:
+        import pandas
+
+        return pandas.DataFrame(self)._repr_html_()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is done, or another one's folder: `grpo.Run("runs/20260101-120000")`."""
+
+    folder: Path | str
+
+    @property
+    def metrics(self) -> Metrics:
+        return Metrics(read_records(Path(self.folder) / "metrics.jsonl"))
+
+    @property
+    def model_path(self) -> Path:
+        return Path(self.folder) / "model"
+
+    def evaluate(self, dataset: Rows | None = None, **settings: Any) -> dict[str, float]:
+        """Return what the model's answers earn on these rows, or on the run's own: the metrics of `grpo eval`, whose
+        options `settings` are. Raises SettingsError, RunError."""
+        with tempfile.TemporaryDirectory() as folder:
+            inputs, output = _Inputs(Path(folder)), Path(folder) / "output"
+            if dataset is not None:
+                name = inputs.rows("dataset", "test", dataset)
+                settings = {"dataset_name": name, "dataset_test_split": "test", **settings}
+            settings = self._asked("reward_funcs", "reward_weights", "tools", "environment") | {
+                "output": str(output),
+                **settings,
+            }
+            _run(["-m", "grpo.evaluate"], inputs.write(settings))
+            return json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+
+    def chat(self, question: str, **settings: Any) -> str:
+        """Return the model's answer to one question. `settings` are options of `grpo chat`. Raises SettingsError."""
+        with tempfile.TemporaryDirectory() as folder:
+            config = _Inputs(Path(folder)).write(self._asked("tools", "environment") | settings)
+            command = [sys.executable, "-m", "grpo.chat", "--config", str(config)]
+            lines = " ".join(question.splitlines()) + "\n"  # a line is a question
+            done = subprocess.run(command, env=_environment(), input=lines, capture_output=True, text=True, check=False)
+        if done.returncode:
+            _raise(done.returncode, done.stderr)
+        return done.stdout.strip()
+
+    def _asked(self, *code: str) -> dict[str, Any]:
+        """Return the settings to ask the model with, and the run's own code, which a model's folder may not name."""
+        recorded = load_yaml((Path(self.folder) / "config.yaml").read_text(encoding="utf-8"))
+        own_code = {name: recorded[name] for name in code if recorded.get(name)}
+        return {"model_name_or_path": str(self.model_path), **own_code}
+
+    def plot(self) -> Image:
+        """Draw the learning curves, curves.png in the run's folder, and return the picture, which a notebook shows."""
+        from PIL import Image
+
+        from grpo.report.curves import draw_curves
+
+        return Image.open(draw_curves(Path(self.folder)))
+
+
+def train(
+    model: str | Path,
+    *,
+    reward_funcs: Sequence[Callable | str] | Callable | str | None = None,
+    train_dataset: Rows | None = None,
+    eval_dataset: Rows | None = None,
+    output_dir: str | Path | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a model, a folder or a hub id, and return the run.
+
+    Datasets are `datasets.Dataset`s, lists of rows, or names of files, folders or the hub. Without an `eval_dataset`
+    rows are evaluated on only if `eval_steps` is set. Every other setting is an option of `grpo launch`; a function or
+    class may stand where an option names one of a file. Ctrl-C, or a notebook's interrupt, lets the run finish its step
+    and save. `resume_from_checkpoint="last"` with the same `output_dir` continues it.
+
+    Raises SettingsError for a mistake, with the sentence of `grpo launch`, RunError if the run ends early, and
+    KeyboardInterrupt after a Ctrl-C.
+    """
+    if output_dir is None and "RANK" in os.environ:
+        raise ConfigError("output_dir=None: name a folder: all ranks must have the same")
+    folder = Path(output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    inputs = _Inputs(folder.with_name(f"{folder.name}.inputs"))
+    settings = {"model_name_or_path": str(model), "output_dir": str(folder), **settings}
+    if reward_funcs is not None:
+        settings["reward_funcs"] = (
+            [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
+        )
+    if train_dataset is not None:
+        settings["dataset_name"] = inputs.rows(
+            "train_dataset", settings.get("dataset_train_split", "train"), train_dataset
+        )
+        if eval_dataset is None and settings["dataset_name"] == str(inputs.folder):
+            settings.setdefault("eval_steps", 0)
+    if eval_dataset is not None:
+        name = inputs.rows("eval_dataset", settings.get("dataset_test_split", "test"), eval_dataset)
+        if name != settings.get("dataset_name"):
+            raise ConfigError("eval_dataset: give rows with rows, or let train_dataset name a folder with both splits")
+    program = [str(PROGRAMS / "grpo_ref_split.py")] if "RANK" in os.environ else ["-m", "grpo.launch"]
+    _run(program, inputs.write(settings))
+    return Run(folder)
+
+
+class RefClient:
+    """A client of a running reference server, for a loop of your own.
+
+    with grpo.RefClient("http://127.0.0.1:59875") as reference:
+        of_first, of_second = reference.logprobs(prompt_ids, [first_ids, second_ids])
+    """
+
+    def __init__(self, url: str | Sequence[str], temperature: float = 1.0, **settings: Any):
+        """Wait until the servers of one or several URLs are ready. `settings` are those of the trainer, as `token_file`
+        and `ref_deadline`. Raises SettingsError, and ServersUnavailable if none comes."""
+        from grpo.client.reference import ReferenceClient
+        from grpo.config.trainer import TrainerConfig
+
+        urls = [url] if isinstance(url, str) else [*url]
+        self._client = ReferenceClient(TrainerConfig(ref_servers=urls, temperature=temperature, **settings))
+        self.model = self._client.wait_ready()
+
+    def logprobs(self, prompt_ids: list[int], completions: list[list[int]]) -> list[np.ndarray]:
+        """Return the log-probs of each completion's tokens after the prompt, float32 [tokens]. Raises ServerError."""
+        (answer,) = self._client.request_groups([("group", prompt_ids, completions)])
+        return answer.result()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> RefClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Inputs:
+    """The files of what a function is given: rows, functions, settings. The first rank of a machine writes them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()  # a notebook may change its directory
+        self._functions: dict[str, object] = {}
+
+    def rows(self, field: str, split: str, rows: Rows) -> str:
+        """Write rows as the folder's file of this split. Return the dataset's name."""
+        import datasets
+
+        if isinstance(rows, str | Path):
+            return str(rows)
+        if isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows) and rows:
+            rows = datasets.Dataset.from_list([*rows])
+        if not isinstance(rows, datasets.Dataset):
+            raise ConfigError(f"{field}={type(rows).__name__}: give a datasets.Dataset, a list of rows, or a name")
+        if first_here():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            datasets.disable_progress_bars()
+            rows.to_parquet(self.folder / f"{split}.parquet")
+        return str(self.folder)
+
+    def write(self, settings: Mapping[str, Any]) -> Path:
+        """Write the settings, with functions by the names of files; return the file."""
+        named = {name: self._named(name, value) for name, value in settings.items()}
+        try:
+            text = to_yaml(named)
+        except yaml.representer.RepresenterError as error:
+            raise ConfigError(f"a setting is no text, number or list of such: {error.args[-1]!r}") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if first_here():
+            for old in self.folder.glob("*.dill"):
+                old.unlink()
+            for name, function in self._functions.items():
+                (self.folder / f"{name}.dill").write_bytes(_pickled(name, function))
+            if self._functions:
+                (self.folder / "functions.py").write_text(_FUNCTIONS, encoding="utf-8")
+        path = self.folder / "config.yaml"
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)  # another rank may read it
+        return path
+
+    def _named(self, field: str, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._named(field, each) for each in value]
+        if not callable(value):
+            return str(value) if isinstance(value, Path) else value
+        name = getattr(value, "__name__", type(value).__name__)
+        if not name.isidentifier():
+            raise ConfigError(f"{field}={name}: define it with a name: its metrics bear that")
+        if self._functions.setdefault(name, value) is not value:
+            raise ConfigError(f"{field}={name}: another function has this name: rename one")
+        return f"{self.folder / 'functions.py'}:{name}"
+
+
+def _pickled(name: str, function: object) -> bytes:
+    import dill
+
+    try:
+        # What a script or notebook defines goes by value, with the globals that it needs; the rest is imported there.
+        return dill.dumps(function, recurse=True)
+    except Exception as error:  # an object that it holds may raise anything
+        reason = f"cannot be sent to the run's processes ({type(error).__name__}: {error})"
+        raise ConfigError(f"{name}: {reason}: let it make or import what it needs") from error
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a child, which imports what this process can."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+
+
+def _run(program: list[str], config: Path) -> None:
+    """Run a program with these settings to its end; print its lines, or show steps as a bar. Pass signals on."""
+    process = start_program(
+        [*program, "--config", str(config)], _environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    errors: list[str] = []
+    interrupted = False
+    with _signals_passed_on(process), _Screen() as screen:
+        while process.returncode is None:
+            try:
+                for line in process.stdout:
+                    if error := _ERROR.search(line):
+                        errors.append(error[1].removeprefix(f"{config}: "))
+                    else:
+                        screen.show(line.rstrip("\n"))
+                process.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+    if interrupted:
+        raise KeyboardInterrupt
+    if process.returncode:
+        _raise(process.returncode, *errors[-1:])
+
+
+def _raise(code: int, message: str = "") -> None:
+    """Raise the error of a program that ended with a code above 0."""
+    found = _ERROR.search(message)
+    message = (found[1] if found else message.strip()) or f"it ended with code {code}: its own messages say why"
+    raise ConfigError(message) if code == 2 else RunError(message)
+
+
+class _Screen:
+    """What is seen of a program: its lines, and in a terminal or notebook a bar instead of a line for each step."""
+
+    def __init__(self) -> None:
+        self._bar = None
+        self._shows_bar = "ipykernel" in sys.modules or sys.stderr.isatty()
+
+    def show(self, line: str) -> None:
+        step = _STEP.search(line)
+        if step is None or not self._shows_bar:
+            print(line, flush=True)
+            return
+        if self._bar is None:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=int(step[2]), unit="step")
+        self._bar.set_postfix_str(step[3], refresh=False)
+        self._bar.update(int(step[1]) - self._bar.n)
+
+    def __enter__(self) -> _Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+@contextmanager
+def _signals_passed_on(process: subprocess.Popen) -> Iterator[None]:
+    """Let SIGTERM, with which launchers and clusters end a script, reach the program, which saves."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        with suppress(ProcessLookupError):
+            if process.poll() is None:
+                process.kill()
