@@ -53,9 +53,11 @@ def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | N
     than a number, an equal expression.
     """
     for gold in answer:
-        if not isinstance(gold, str):
+        if not isinstance(gold, str | None):
             raise TypeError(f"the gold answer {gold!r} is no text: change the dataset, or write your own reward")
-    return [score_answer(text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    # In a mixture a dataset may have no answers.
+    return [None if gold is None else score_answer(text_of(completion), gold) for completion, gold in pairs]
 
 
 correctness_reward.is_verdict = True  # evaluation: an answer that earns anything is right

@@ -25,6 +25,7 @@ from typing import Any
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import EvaluateConfig
+from grpo.data.mixture import is_mixture
 from grpo.model.answering import model_settings
 from grpo.run.exit import exit_code
 
@@ -131,7 +132,7 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
 
 
 def _is_file(config: EvaluateConfig) -> bool:
-    return Path(config.dataset_name).expanduser().is_file()
+    return Path(config.dataset_name).expanduser().is_file() and not is_mixture(config)
 
 
 def _split(config: EvaluateConfig) -> str:

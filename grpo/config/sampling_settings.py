@@ -95,7 +95,11 @@ class TurnsSection(TurnsCodeSection):
 class DataSection(Section):
     HEADING = "data"
 
-    dataset_name: str = option("openai/gsm8k", "hub id, .json, .jsonl, .csv or .parquet file, or folder", common=True)
+    dataset_name: str = option(
+        "openai/gsm8k",
+        "hub id, .json, .jsonl, .csv or .parquet file, folder, or .yaml of several (docs/data.md)",
+        common=True,
+    )
     dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
     dataset_train_split: str = option("train", "split to train on")
     dataset_test_split: str = option("test", "split to evaluate on", common=True)

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ from grpo.data.chat_template import PictureCountError
 from grpo.data.dataset import decoded, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
 from grpo.data.examples import GIVEN_TO_REWARDS, make_example
+from grpo.data.mixture import is_mixture, parts_of
 from grpo.data.records import Example
 from grpo.data.responder import Responder
 from grpo.wire.picture_files import PictureError, pictures_of
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_GOLDEN = (5**0.5 - 1) / 2  # one over the golden ratio, the number worst approached by fractions
 
 
 def load_examples(
@@ -45,12 +48,41 @@ def load_examples(
     processor: PictureProcessor | None = None,
     turns: Responder | None = None,
 ) -> list[Example]:
-    """Load the split's problems, only the first `limit` of them unless that is 0.
+    """Load the split's problems, only the first `limit` of them unless that is 0: of each dataset of a mixture, whose
+    examples then have the columns of all, None where a dataset has none, and `source`, its label.
 
     Rows without a prompt (null, or neither text nor picture), without a gold answer if there is a column of them, with
     too long a prompt or with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be
     loaded, lacks a column or keeps no example, and what make_example raises.
     """
+    if not is_mixture(config):
+        return _load_dataset(config, split, tokenizer, limit, progress, processor, turns)
+    examples: list[Example] = []
+    columns = {"source": None}
+    for part in parts_of(config):
+        trained, tested = part.weight != 0 and part.config.dataset_train_split, part.config.dataset_test_split
+        if name := trained if split == config.dataset_train_split else tested:
+            loaded = _load_dataset(part.config, name, tokenizer, limit, progress, processor, turns)
+            examples += [replace(example, source=part.label) for example in loaded]
+            columns |= dict.fromkeys(loaded[0].columns)
+        else:  # a reward function of the run asks for its columns too
+            columns |= dict.fromkeys(load_rows(part.config, trained or tested).column_names)
+    config.check(bool(examples), dataset_name=f"no dataset has a split to take as {split!r}: name one as test_split")
+    return [
+        replace(example, index=index, columns={**columns, "source": example.source, **example.columns})
+        for index, example in enumerate(examples)
+    ]
+
+
+def _load_dataset(
+    config: AnsweringConfig,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    progress: bool,
+    processor: PictureProcessor | None,
+    turns: Responder | None,
+) -> list[Example]:
     rows, has_gold, column, others = _open_rows(config, split, limit)
 
     def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | tuple[str, str]:
@@ -163,15 +195,30 @@ class PromptStream:
 
     Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares.
     An epoch's last examples that do not fill a step wait for the next shuffle; in a given order (places, int64) the
-    first ones follow them in the same step. The step number is the whole state.
+    first ones follow them in the same step. With `weights` by source each source has its share of the prompts and its
+    own epochs. The step number is the whole state.
     """
 
-    def __init__(self, examples: Sequence[Example], prompts_per_step: int, seed: int, order: np.ndarray | None = None):
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        prompts_per_step: int,
+        seed: int,
+        order: np.ndarray | None = None,
+        weights: Mapping[str, float] | None = None,
+    ):
         size = len(examples)
         reason = f"the dataset has only {size} usable prompts: use {size}"
         require(size >= prompts_per_step, "prompts_per_step", prompts_per_step, reason)
         self._examples, self._size, self._per_step, self._seed = examples, size, prompts_per_step, seed
         self._order = order
+        self._parts: list[np.ndarray] = []  # each source's places, in order
+        if weights is not None:
+            places = np.arange(size) if order is None else order
+            sources = np.array([examples[place].source for place in places])
+            self._parts = [places[sources == source] for source in weights]
+            self._ends = np.cumsum([*weights.values()]) / sum(weights.values())  # of each one's share of [0, 1)
+            self._ends[-1] = 1.0
 
     def examples_of(self, step: int, rank: int = 0, world_size: int = 1) -> list[Example]:
         """Return this rank's [prompts_per_step / world_size] examples of a step (from 0)."""
@@ -199,11 +246,35 @@ class PromptStream:
 
     def _indices(self, step: int) -> np.ndarray:
         """Return the places of all ranks' examples in the dataset: int64 [prompts_per_step]."""
+        if self._parts:
+            return self._mixed(step * self._per_step, (step + 1) * self._per_step)
         if self._order is not None:
             return self._order[np.arange(step * self._per_step, (step + 1) * self._per_step) % self._size]
         epoch, place = divmod(step, self._size // self._per_step)
         order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
         return order[place * self._per_step : (place + 1) * self._per_step]
+
+    def _mixed(self, start: int, end: int) -> np.ndarray:
+        """Return the places of the run's prompts from number `start` to before `end`: int64 [end - start].
+
+        Number n is of the source in whose share the fraction of (n + 1/2) / golden ratio lies: of any run of prompts
+        each source has its share, to within a few (Weyl's equidistribution).
+        """
+        numbers = np.searchsorted(self._ends, (np.arange(end) + 0.5) * _GOLDEN % 1.0, side="right")
+        chosen = np.zeros(end - start, np.int64)
+        for number, places in enumerate(self._parts):
+            is_mine = numbers == number
+            before, here = is_mine[:start].sum(), is_mine[start:]
+            epochs, at = np.divmod(before + np.arange(here.sum()), len(places))
+            orders = {epoch: self._epoch(epoch, number, len(places)) for epoch in {*epochs.tolist()}}
+            chosen[here] = [places[orders[epoch][place]] for epoch, place in zip(epochs.tolist(), at, strict=True)]
+        return chosen
+
+    def _epoch(self, epoch: int, source: int, size: int) -> np.ndarray:
+        """Return the order of an epoch of a source: int64 [size]."""
+        if self._order is not None:
+            return np.arange(size)
+        return np.random.default_rng((self._seed, epoch, source)).permutation(size)
 
 
 def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:

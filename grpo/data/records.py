@@ -27,6 +27,7 @@ class Example:
     """the chat that the prompt was made of, for reward models, which may have another chat template"""
     gold: str = ""  # the gold answer as text, which evaluation compares and records show
     conversation: list[Message] | None = None  # the dataset's own prompt, if that is a list of messages
+    source: str = ""  # the label of its dataset, where several are mixed
 
 
 @dataclass(frozen=True)

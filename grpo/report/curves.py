@@ -44,8 +44,8 @@ PANELS = {
         Panel("groups without a signal", ("frac_reward_zero_std", "resampled_groups")),
     ],
     "Held-out problems": [
-        Panel("held-out problems", ("eval_accuracy", "eval_format"), overview=True),
-        Panel("held-out reward", ("eval_reward",), overview=True, unless="eval_accuracy"),
+        Panel("held-out problems", ("eval_accuracy", "eval_*_accuracy", "eval_format"), overview=True),
+        Panel("held-out reward", ("eval_reward", "eval_*_reward"), overview=True, unless="eval_accuracy"),
         Panel("held-out reward by function", ("eval_rewards/*/mean",)),
         Panel("samples of held-out problems", ("eval_avg@*", "eval_pass@*")),
         Panel("held-out completion length, tokens", ("eval_completions/mean_length",)),

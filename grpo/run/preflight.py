@@ -23,6 +23,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.fields import PACKAGE, PROGRAMS
 from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
+from grpo.data.mixture import weights_of
 from grpo.data.records import Example
 from grpo.run.collective import from_first, gather, on_first
 from grpo.run.run_folder import (
@@ -72,6 +73,7 @@ class RunDescription:
             "prompts": [len(prompts), fingerprint(prompts)],
             # The arguments of rewards and environments, with the gold answers.
             "columns": {name: _sum_of_column(examples, name) for name in (examples[0].columns if examples else ())},
+            "weights": weights_of(config),
             "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
             "directory": os.getcwd(),
             "versions": {name: version(name) for name in (*LIBRARIES, *(["bitsandbytes"] if in_few_bits else []))},
@@ -108,6 +110,7 @@ class RunDescription:
         columns = saved.get("columns", columns_now)  # an older checkpoint has none
         for name in sorted(columns.keys() | columns_now.keys()):
             check_same(checkpoint, f"the sum of the column {name!r}", columns.get(name), columns_now.get(name), remedy)
+        check_same(checkpoint, "the weights of datasets", saved.get("weights"), self.fields["weights"], remedy)
         if saved["ranks"] != self.fields["ranks"] and self._config.optim == "adamw_8bit":
             raise ConfigError(
                 f"resume_from_checkpoint='{checkpoint}': it is of {saved['ranks']} ranks, and AdamW's moments in 8 "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from grpo.client.reference import check_reference
 from grpo.client.server_errors import RequestFailure, ServerError
 from grpo.config.errors import COMMAND, ConfigError, one_line
 from grpo.config.trainer import TrainerConfig
+from grpo.data.mixture import weights_of
 from grpo.model.fingerprint import describe_without_weights
 from grpo.model.hub import refuse_unloadable
 from grpo.model.load import refuse_hub_kernels, resolve_dtype
@@ -98,6 +100,7 @@ def _describe_inputs(work: RankWork, inputs: Inputs, model: PreTrainedModel, pol
         "longest sequence",
         f"  dataset    {config.dataset_name}: {len(inputs.examples):,} prompts to train on, of {min(lengths)} to "
         f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(inputs.held_out):,} held out",
+        *([f"             {_describe_mixture(config, inputs)}"] if inputs.examples[0].source else []),
         *([f"  pictures   in {len(inputs.pictured):,} of these prompts{most_pictures}"] if takes_pictures else []),
         *([f"  answers    {_describe_turns(config, inputs)}"] if inputs.turns is not None else []),
         f"  rewards    {', '.join([*weighted, *(name for name in inputs.rewards if name not in rewards)])}",
@@ -125,6 +128,13 @@ def _describe_inputs(work: RankWork, inputs: Inputs, model: PreTrainedModel, pol
         answer = _answer(url, lambda url: _ready(Connection(config, "reward").health(url).model))
         lines.append(f"  rewards    {answer}")
     return lines
+
+
+def _describe_mixture(config: TrainerConfig, inputs: Inputs) -> str:
+    counts = Counter(example.source for example in inputs.examples)
+    weights = weights_of(config) or counts
+    shares = {source: weights[source] / sum(weights.values()) for source in counts}
+    return ", ".join(f"{source}: {count:,}, {shares[source]:.0%} of a run's" for source, count in counts.items())
 
 
 def _answer(url: str, ask: Callable[[str], str]) -> str:

@@ -14,6 +14,7 @@ from grpo.algorithm.advantages import total_rewards
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.data.mixture import parts_of
 from grpo.data.records import Example, Rollout
 from grpo.rewards.functions import TrainerState
 from grpo.run.collective import gather
@@ -73,7 +74,20 @@ def evaluate(
                 rewards[:, problem, sample] = by_function[:, i]
                 verdict = {name: values[i].item() for name, values in judged.items()}
                 completions.append(_line(example, sample, rollout, verdict))
-    return _metrics(sum(gather(counts)), sum(gather(rewards)), rewarder, config), completions
+    rewards = sum(gather(rewards))
+    by_source = _by_source(rewards[:, :, 0], [example.source for example in examples], rewarder)
+    return _metrics(sum(gather(counts)), rewards, rewarder, config) | by_source, completions
+
+
+def _by_source(greedy: np.ndarray, sources: list[str], rewarder: Rewarder) -> dict[str, float]:
+    """Return accuracy and reward of each dataset's problems, where several are mixed: [functions, problems]."""
+    metrics = {}
+    for source in sorted({*sources} - {""}):
+        rewards = greedy[:, [other == source for other in sources]]
+        if rewarder.verdicts:
+            metrics[f"eval_{source}_accuracy"] = rewarder.is_correct(rewards).mean().item()
+        metrics[f"eval_{source}_reward"] = Stats.of(total_rewards(torch.from_numpy(rewards), rewarder.weights)).mean
+    return metrics
 
 
 def _line(example: Example, sample: int, rollout: Rollout, verdict: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +127,13 @@ def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
     names = ["accuracy"] * bool(verdicts(rewards)) + ["reward"]
     names += [f"rewards/{name}/mean" for name in reward_names(rewards, config)]
     names += ["format"] * bool(full_rewards(rewards))
+    kinds = ["accuracy", "reward"] if verdicts(rewards) else ["reward"]
+    names += [
+        f"{part.label}_{kind}"
+        for part in parts_of(config)
+        if part.label and part.config.dataset_test_split
+        for kind in kinds
+    ]
     if config.num_generations_eval:
         names += [f"avg@{config.num_generations_eval}", *(f"pass@{k}" for k in config.ks)]
     name = names[0] if config.metric_for_best_model is None else config.metric_for_best_model.removeprefix("eval_")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.config.trainer import TrainerConfig
+from grpo.data.mixture import weights_of
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
 from grpo.data.records import Example
 from grpo.model.answering import read_answering
@@ -96,7 +97,8 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         sampler="a pool brings workers no pictures, and the dataset has some: use continuous",
     )
     check_rows(config, examples)
-    stream = PromptStream(examples, config.prompts_per_step, config.seed, order_of(config, examples))
+    order, weights = order_of(config, examples), weights_of(config)
+    stream = PromptStream(examples, config.prompts_per_step, config.seed, order, weights)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
     if turns is not None:
         turns.try_on(examples[0])

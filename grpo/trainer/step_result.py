@@ -124,6 +124,7 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
         "frac_reward_zero_std": ~batch.signal,
         **{f"rewards/{name}/mean": rewards for name, rewards in by_name.items()},
         **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
+        **_by_source(batch, by_name),
         **stats_of_completions(rollouts),
         "tokens:none": [len(sample.prompt_ids) + sample.tokens for sample in batch.samples],
         "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
@@ -132,6 +133,16 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
         **{f"{name}:max": peak for name, peak in clock.memory.items()},
         "step_time": clock.total(),
         **logged,
+    }
+
+
+def _by_source(batch: StepBatch, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rewards of each dataset's groups, where several are mixed: [groups, num_generations] by name."""
+    sources = [group.example.source for group in batch.groups]
+    return {
+        f"rewards/{source}/{name}/mean": rewards[[other == source for other in sources]]
+        for source in sorted({*sources} - {""})
+        for name, rewards in by_name.items()
     }
 
 

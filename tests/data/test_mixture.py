@@ -1,0 +1,154 @@
+"""Several datasets as one: the file that lists them, the order of training, and a run with metrics for each."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from trainer_runs import lines, options, plain_python
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.data.mixture import parts_of, weights_of
+from grpo.data.prompts import PromptStream, load_examples, order_of
+from grpo.data.records import Example
+
+SUMS = [{"question": f"What is {a} plus 3?", "answer": str(a + 3), "level": 20 - a} for a in range(20)]
+POEMS = [{"wish": f"Write {n} lines.", "source": "a friend", "lines": n} for n in range(1, 6)]
+LISTED = """
+- path: sums
+  weight: 3
+- path: poems.jsonl
+  prompt_column: wish
+  test_split: ""
+  weight: 1
+"""
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "sums").mkdir()
+    write(tmp_path / "sums/train.jsonl", SUMS)
+    write(tmp_path / "sums/test.jsonl", SUMS[:6])
+    write(tmp_path / "poems.jsonl", POEMS)
+    (tmp_path / "mix.yaml").write_text(LISTED)
+    return tmp_path
+
+
+def config(folder, *more) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", ["--dataset_name", f"{folder}/mix.yaml", "--system_prompt", "", *more])
+
+
+def test_rows_of_all_have_the_columns_of_all_and_their_source(folder, tokenizer):
+    examples = load_examples(config(folder), "train", tokenizer, progress=False)
+    first, last = examples[0], examples[-1]
+    assert [example.index for example in examples] == [*range(25)]
+    assert [example.source for example in examples] == ["sums"] * 20 + ["poems"] * 5
+    assert first.columns == {
+        **{"question": "What is 0 plus 3?", "answer": "3", "level": 20, "wish": None, "lines": None, "source": "sums"}
+    }
+    # A column of the dataset's own stays.
+    assert last.columns == {
+        **{"question": None, "answer": None, "level": None, "wish": "Write 5 lines.", "lines": 5, "source": "a friend"}
+    }
+    held_out = load_examples(config(folder), "test", tokenizer, 4, progress=False)
+    assert [example.source for example in held_out] == ["sums"] * 4
+    (folder / "mix.yaml").write_text(LISTED.replace("weight: 3", "weight: 0"))
+    assert {example.source for example in load_examples(config(folder), "train", tokenizer, progress=False)} == {
+        "poems"
+    }
+    assert weights_of(config(folder)) == {"poems": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: 1", "write a list of datasets, '- path: ...' for each"),
+        ("- sums", "write a list of datasets"),
+        ("[]", "write a list of datasets"),
+        ("- {path: sums, colum: x}", "dataset 1: colum: no such field"),
+        ("- {path: sums, prompt_colum: x}", "dataset 1: prompt_colum: no such field; did you mean prompt_column?"),
+        ("- {path: sums, weight: -1}", "dataset 1: weight=-1: use a number from 0 on"),
+        ("- {path: sums, weight: .nan}", "dataset 1: weight=nan: use a number from 0 on"),
+        ("- {path: sums, split: 3}", "dataset 1: split=3: use a text"),
+        ("- {weight: 1}", "dataset 1 has no path: add one"),
+        ("- {path: sums}\n- {path: other/sums}", "two datasets are called 'sums': give each a label"),
+        ("- {path: sums, weight: 1}\n- {path: poems.jsonl}", "give every dataset a weight, or none"),
+        ("- {path: sums, weight: 0}\n- {path: poems.jsonl, weight: 0}", "every weight is 0"),
+        ("- {path: [", "not YAML"),
+        (None, "No such file or directory: give the path of a YAML file"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_place(folder, text, fault):
+    (folder / "mix.yaml").unlink() if text is None else (folder / "mix.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"dataset_name='{folder}/mix.yaml': .*{re.escape(fault)}"):
+        parts_of(config(folder))
+
+
+def examples_of(**counts: int) -> list[Example]:
+    sources = [source for source, count in counts.items() for _ in range(count)]
+    return [Example(index, "", [1], {"level": -index}, source=source) for index, source in enumerate(sources)]
+
+
+def test_each_source_has_its_share_and_its_own_epochs_on_any_number_of_ranks():
+    examples, weights = examples_of(a=10, b=7, c=100), {"a": 5.0, "b": 2.0, "c": 3.0}
+    stream = PromptStream(examples, 6, 1, weights=weights)
+    steps = [stream.examples_of(step) for step in range(200)]
+    drawn = [example for step in steps for example in step]
+    for number in range(1, len(drawn) + 1):
+        counts = {source: sum(example.source == source for example in drawn[:number]) for source in weights}
+        assert all(abs(counts[source] - number * weight / 10) < 4 for source, weight in weights.items())
+    for source, size in (("a", 10), ("b", 7), ("c", 100)):
+        mine = [example.index for example in drawn if example.source == source]
+        epochs = [mine[start : start + size] for start in range(0, len(mine) - size + 1, size)]
+        assert len(epochs) >= 3 and all(len({*epoch}) == size for epoch in epochs)
+        assert epochs[0] != epochs[1]
+    for step in (0, 57, 199):
+        shares = [stream.examples_of(step, rank, 3) for rank in range(3)]
+        assert [example for share in shares for example in share] == steps[step]
+    again = PromptStream(examples, 6, 1, weights=weights)  # the step number is the whole state
+    assert again.examples_of(57) == steps[57]
+    assert PromptStream(examples, 6, 2, weights=weights).examples_of(57) != steps[57]
+
+
+def test_a_given_order_holds_within_each_source(folder):
+    examples = examples_of(a=4, b=3)
+    order = order_of(config(folder, "--dataset_order", "column:level"), examples)
+    stream = PromptStream(examples, 2, 1, order, {"a": 1.0, "b": 1.0})
+    drawn = [example for step in range(7) for example in stream.examples_of(step)]
+    for source, expected in (("a", [3, 2, 1, 0]), ("b", [6, 5, 4])):
+        mine = [example.index for example in drawn if example.source == source]
+        assert mine == np.resize(expected, len(mine)).tolist()
+
+
+@pytest.mark.slow
+def test_a_run_has_the_rewards_of_each_dataset_and_refuses_other_weights(folder, model_folder):
+    (folder / "mine.py").write_text(
+        "def told(completions, source, lines, answer, **kwargs):\n"
+        "    assert {*source} <= {'sums', 'a friend'}\n"
+        "    assert all((gold is None) == (name == 'a friend') for gold, name in zip(answer, source))\n"
+        "    return [1.0 if name == 'sums' else count for name, count in zip(source, lines)]\n"
+    )
+    words = options(model_folder, folder / "mix.yaml", folder / "run", beta=0, max_steps=2, save_steps=2, eval_steps=1)
+    words += ["--reward_funcs", f"{folder}/mine.py:told", "correctness_reward", "--prompts_per_step", "8"]
+    planned = plain_python(*words, "--dry_run")
+    assert "sums: 20, 75% of a run's, poems: 5, 25% of a run's" in planned.stdout, planned.stdout
+    run = plain_python(*words)
+    assert run.returncode == 0, run.stdout
+    before, first, last = lines(folder / "run/metrics.jsonl")
+    assert before["eval_n"] == 6 and before["eval_sums_accuracy"] == before["eval_accuracy"]
+    assert "eval_poems_accuracy" not in before and before["eval_sums_reward"] == before["eval_reward"]
+    for step in (first, last):
+        assert step["rewards/sums/told/mean"] == 1 and 1 <= step["rewards/poems/told/mean"] <= 5
+        assert step["rewards/told/mean"] == pytest.approx(
+            0.75 * step["rewards/sums/told/mean"] + 0.25 * step["rewards/poems/told/mean"]
+        )
+    (folder / "mix.yaml").write_text(LISTED.replace("weight: 3", "weight: 2"))
+    refused = plain_python(*words, "--resume_from_checkpoint", "last", "--max_steps", "3")
+    assert refused.returncode == 2 and "the weights of datasets is {'sums': 3, 'poems': 1} there" in refused.stdout
