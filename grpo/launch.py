@@ -31,7 +31,7 @@ from grpo.config.console import free_port, start_logging, start_program
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
-from grpo.run.run_folder import find_run_folder, finished_steps
+from grpo.run.run_folder import find_run_folder, finished_steps, planned_steps
 
 log = logging.getLogger("grpo.launch")
 
@@ -65,7 +65,7 @@ def launch(config: LaunchConfig) -> int:
             code = programs.wait()
         finally:
             programs.end()
-    if code == 0 and not config.dry_run and finished_steps(run) < config.max_steps:
+    if code == 0 and not config.dry_run and not 0 < planned_steps(run) <= finished_steps(run):
         say_once(
             f"{run}: the trainer ended with code 0 before its last step: something ended its process: put reward "
             "functions behind --reward_timeout, tools and an environment behind --tool_timeout"

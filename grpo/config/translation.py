@@ -29,7 +29,8 @@ _INSTEAD = {
     "use eval_steps": "eval_strategy eval_on_start test_freq",
     "use learning_rate": "lr actor_learning_rate",
     "use max_completion_length": "max_new_tokens max_response_length generate_max_len",
-    "use max_steps": "num_train_epochs total_epochs total_episodes max_epochs num_episodes all_steps",
+    "use max_steps": "all_steps",
+    "use num_train_epochs": "total_epochs total_episodes max_epochs num_episodes",
     "use num_generations": "n n_samples_per_prompt num_pre_Q",
     "use prompts_per_step": "Q_batch_size",
     "use prompts_per_step and micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
@@ -130,6 +131,7 @@ _VERL: dict[str, Rule] = {
     "algorithm.use_kl_in_reward": "kl_in_reward",
     "algorithm.kl_ctrl.kl_coef": "_kl_coef",
     "trainer.total_training_steps": "max_steps",
+    "trainer.total_epochs": "num_train_epochs",
     "trainer.save_freq": _steps("save_steps"),
     "trainer.test_freq": _steps("eval_steps"),
 }
@@ -156,6 +158,7 @@ _EASYR1: dict[str, Rule] = {
     "worker.rollout.n": "num_generations",
     "worker.rollout.temperature": "temperature",
     "trainer.max_steps": "max_steps",
+    "trainer.total_episodes": "num_train_epochs",
     "trainer.val_freq": _steps("eval_steps"),
     "trainer.save_freq": _steps("save_steps"),
     "trainer.save_limit": lambda value: {"save_total_limit": value} if int(value) > 0 else {},
@@ -210,6 +213,10 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
     """Make settings of what other trainers say in several parts."""
     settings = {name: value for name, value in parts.items() if not name.startswith("_")}
+    if int(settings.get("max_steps", 0)) > 0:  # which wins there
+        settings.pop("num_train_epochs", None)
+    elif "num_train_epochs" in settings:
+        settings.pop("max_steps", None)
     if "_sequences" in parts:  # of a process: for more of them multiply
         group, passes = int(settings.get("num_generations", 8)), int(parts.get("_accumulation", 1))
         settings["prompts_per_step"] = max(1, int(parts["_sequences"]) * passes // group)

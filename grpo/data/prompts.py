@@ -220,6 +220,12 @@ class PromptStream:
             self._ends = np.cumsum([*weights.values()]) / sum(weights.values())  # of each one's share of [0, 1)
             self._ends[-1] = 1.0
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """the steps that one pass over all prompts takes, on average over passes"""
+        is_shuffled_whole = self._order is None and not self._parts
+        return self._size // self._per_step if is_shuffled_whole else self._size / self._per_step
+
     def examples_of(self, step: int, rank: int = 0, world_size: int = 1) -> list[Example]:
         """Return this rank's [prompts_per_step / world_size] examples of a step (from 0)."""
         share = self._per_step // world_size

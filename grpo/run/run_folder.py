@@ -19,6 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError
 from grpo.config.record_settings import RecordSection
 from grpo.run.json_lines import read_records
@@ -171,6 +174,14 @@ def finished_steps(run: Path) -> int:
     try:
         return read_progress(run / "model").get("step", 0)
     except Damaged:
+        return 0
+
+
+def planned_steps(run: Path) -> int:
+    """Return the run's max_steps as it was written when the run began; 0 if it did not begin."""
+    try:
+        return load_yaml((run / "config.yaml").read_text(encoding="utf-8"))["max_steps"]
+    except (OSError, yaml.YAMLError, TypeError, KeyError):
         return 0
 
 

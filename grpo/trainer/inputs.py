@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,8 @@ class Inputs:
 
 def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
     """Read settings files, reward functions and data, and call each function and the environment once, as a dry run
-    does too. Raises ConfigError for a mistake in any of them, RewardError for a function or an environment that fails.
+    does too. With `num_train_epochs`, `config.max_steps` follows from the data. Raises ConfigError for a mistake in any
+    of them, RewardError for a function or an environment that fails.
     """
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
@@ -99,6 +101,9 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     check_rows(config, examples)
     order, weights = order_of(config, examples), weights_of(config)
     stream = PromptStream(examples, config.prompts_per_step, config.seed, order, weights)
+    if config.num_train_epochs is not None:
+        config.max_steps = math.ceil(config.num_train_epochs * stream.steps_per_epoch) * config.num_iterations
+        log.info("%g epochs of %d prompts are %d steps", config.num_train_epochs, len(examples), config.max_steps)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
     if turns is not None:
         turns.try_on(examples[0])

@@ -112,6 +112,7 @@ def test_each_source_has_its_share_and_its_own_epochs_on_any_number_of_ranks():
     for step in (0, 57, 199):
         shares = [stream.examples_of(step, rank, 3) for rank in range(3)]
         assert [example for share in shares for example in share] == steps[step]
+    assert stream.steps_per_epoch == 117 / 6 and PromptStream(examples, 6, 1).steps_per_epoch == 117 // 6
     again = PromptStream(examples, 6, 1, weights=weights)  # the step number is the whole state
     assert again.examples_of(57) == steps[57]
     assert PromptStream(examples, 6, 2, weights=weights).examples_of(57) != steps[57]

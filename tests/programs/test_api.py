@@ -43,6 +43,7 @@ def ran_out(completions, **kwargs):
 rows = [{"question": f"What is {a} plus 3?", "answer": str(a + 3), "source": "mine"} for a in range(12)]
 small = dict(num_generations=4, prompts_per_step=4, max_prompt_length=96, max_completion_length=8, system_prompt="",
              warmup_steps=0, beta=0, gradient_checkpointing=False, report_to="none")
+mine = small | dict(beta=0.1)
 """
 
 
@@ -65,7 +66,7 @@ def test_the_page_s_script_trains_evaluates_asks_and_draws(model_folder, tmp_pat
     for old, new in {
         '"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(model_folder)),
         "rows,  # or": "datasets.Dataset.from_list(rows),  # or",
-        "max_steps=100": f"max_steps=2, eval_steps=2, output_dir='run', port={free_port()}, **small | {{'beta': 0.1}}",
+        "max_steps=100": f"num_train_epochs=0.08, eval_steps=2, output_dir='run', port={free_port()}, **mine",
         "run.plot().show()": "print(json.dumps([run.metrics, run.plot().size, run.metrics._repr_html_()]))",
         "print(run.evaluate(rows[:5]),": "print(json.dumps([run.evaluate(rows[:5]), run.evaluate()]),",
     }.items():

@@ -66,10 +66,16 @@ TRANSLATED = {
         {
             **{"dataset_name": "hiyouga/math12k", "dataset_prompt_column": "problem", "max_completion_length": 2048},
             **{"advantage_estimator": "reinforce++", "beta": 0.01, "kl_estimator": "k3", "num_generations": 5},
-            **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 5, "save_steps": 0},
+            **{
+                "prompts_per_step": 128,
+                "steps_per_generation": 4,
+                "eval_steps": 5,
+                "save_steps": 0,
+                "num_train_epochs": 15,
+            },
             **{"save_total_limit": 3, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "learning_rate": 1e-6},
         },
-        ["trainer.total_episodes (use max_steps)", "worker.rollout.top_p (leave it out", "data.image_key (use dataset"],
+        ["worker.rollout.top_p (leave it out", "data.image_key (use dataset"],
     ),
     "verl": (
         "run.sh",
@@ -78,8 +84,9 @@ TRANSLATED = {
             **{"dataset_name": "/data/gsm8k", "beta": 0.0, "use_peft": True, "lora_r": 32, "learning_rate": 1e-6},
             **{"prompts_per_step": 256, "steps_per_generation": 4, "epsilon": 0.2, "epsilon_high": 0.28},
             **{"scale_rewards": "none", "loss_type": "dr_grpo", "model_name_or_path": "Qwen/Qwen3-8B"},
+            **{"num_train_epochs": 15},
         },
-        ["trainer.logger\n", "trainer.total_epochs (use max_steps)"],
+        ["trainer.logger\n"],
     ),
     "trl": (
         "script.py",
