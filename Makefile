@@ -8,6 +8,7 @@
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
 # make check   ruff
+# make docs    the documentation as a site with a search, in build/site; broken links fail
 # make setup   only .venv with the pinned requirements, those of the tests too
 PYTHON ?= python3
 SEED ?= 0
@@ -18,7 +19,7 @@ READY_REAL := .venv/.ready-real
 VLLM ?= .venv-vllm
 READY_VLLM := $(VLLM)/.ready
 
-.PHONY: setup demo demo-pool demo-vision demo-tools demo-real test test-processors test-all test-vllm check
+.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-real test test-processors test-all test-vllm check
 
 setup: $(READY_TO_TEST)
 
@@ -80,3 +81,7 @@ test-vllm: $(READY_TO_TEST) $(READY_VLLM)
 check: $(READY_TO_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(READY_TO_TEST)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f site/mkdocs.yml
+	@echo "open build/site/index.html, or: $(BIN)/python -m mkdocs serve -f site/mkdocs.yml"
