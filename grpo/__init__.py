@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+GROWING = "expandable_segments:True"
 if not any(name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") for name in os.environ):
-    for _name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        os.environ[_name] = "expandable_segments:True"
+    os.environ |= dict.fromkeys(ALLOCATOR, GROWING)
 
 _PUBLIC = {"train": "api", "Run": "api", "RunError": "api", "RefClient": "api", "SettingsError": "config.errors"}
 

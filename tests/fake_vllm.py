@@ -26,6 +26,10 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+GROWS = {os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+if "expandable_segments:True" in GROWS:  # as a program that imports grpo sets it
+    sys.exit("the all-reduce of several cards cannot share memory that grows")
+
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import load_adapter
 from grpo.model.packing import Batcher

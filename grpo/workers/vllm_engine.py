@@ -21,6 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.workers.engine import EngineError, draw_in_turns
@@ -227,9 +228,15 @@ def card_name() -> str:
 
 
 def _environment(has_adapter: bool) -> dict[str, str]:
-    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM."""
+    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM.
+
+    Also without the growing segments of grpo/__init__.py: vLLM's own all-reduce cannot share memory that grows.
+    """
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop(TOKEN_VARIABLE, None)
+    for name in ALLOCATOR:
+        if environment.get(name) == GROWING:
+            del environment[name]
     return environment | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if has_adapter else {})
 
 
