@@ -33,16 +33,16 @@ class TokenPass:
         """Every position of a token is less than `positions`."""
         self._embed, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, _norm(body.norm)
         self._layers, self._cache = [_Layer(layer) for layer in body.layers], cache
-        self._angles_at = self._angles
+        self._table = None
         # The others' angles follow from the largest position of a pass.
         if body.rotary_emb.rope_type not in ("dynamic", "longrope"):
-            table = self._angles(torch.arange(positions, device=self._embed.weight.device))
-            self._angles_at = partial(table.index_select, 0)
+            self._table = self._angles(torch.arange(positions, device=self._embed.weight.device))
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Compute last hidden states, int64 [rows], int64 [rows] -> [rows, hidden size], as the cache's `step` says."""
         hidden = self._embed(tokens)
-        cos, sin = self._angles_at(positions).unbind(dim=1)
+        angles = self._angles(positions) if self._table is None else self._table.index_select(0, positions)
+        cos, sin = angles.unbind(dim=1)
         for layer in self._layers:
             query, key, value = layer.project(hidden, cos, sin)
             out = self._cache.attend(layer.number, query, key, value, layer.scaling, softcap=None)

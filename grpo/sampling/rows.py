@@ -112,7 +112,8 @@ class Rows:
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
-        self._token_pass = self._modules_pass
+        # None, not a method of this object: in a cycle the cache and the graphs would outlive the call.
+        self._token_pass = None
         if is_known(self._body):
             self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
         self.drawing = 0  # how many rows draw: the first ones
@@ -268,7 +269,8 @@ class Rows:
         """Feed each row's last token and draw its next one."""
         slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
         self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
-        hidden = self._token_pass(tokens, bases + places)
+        token_pass = self._token_pass or self._modules_pass
+        hidden = token_pass(tokens, bases + places)
         places += added
         drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
         tokens.copy_(drawn)

@@ -1,5 +1,8 @@
 """The sampler that keeps its rows full draws what transformers' generate draws, whatever is beside a row."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from cards import Cards, OnCard
@@ -182,6 +185,22 @@ def test_no_row_idles_while_a_completion_waits_and_each_prompt_is_computed_once(
         drawing = [left - 1 for left in drawing if left > 1]
     assert sum(shape[1] for shape in shapes if len(shape) == 2) == sum(len(example.prompt_ids) for example in EXAMPLES)
     assert [shape[0] for shape in shapes if len(shape) == 1] == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_a_call_leaves_no_cache_behind(name, tokenizer, monkeypatch):
+    caches, begin = [], SharedCache.__init__
+    monkeypatch.setattr(
+        SharedCache, "__init__", lambda self, *sizes: (caches.append(weakref.ref(self)), begin(self, *sizes))[1]
+    )
+    sampler = continuous(packed(random_model(name)), tokenizer)
+    gc.collect()
+    gc.disable()  # on a card the cache of the next call would have no room beside it
+    try:
+        sampler.sample(EXAMPLES, COPIES, 1.0, seed=1)
+        assert len(caches) == 1 and caches[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
