@@ -52,6 +52,11 @@ def accuracies(run: dict) -> list[tuple[float, float]]:
     return [(drawn[each["step"]], 100 * each["eval_accuracy"]) for each in run["evaluations"]]
 
 
+def alone(runs: list[dict]) -> list[dict]:
+    """Return the runs whose seconds count: no other work was beside them."""
+    return [run for run in runs if not run.get("disturbed")]
+
+
 def minutes(run: dict) -> list[tuple[float, float]]:
     """Return a run's steps: tokens drawn so far, and minutes in steps."""
     taken = accumulate((seconds / 60 for seconds in run["seconds"]), initial=0.0)
@@ -98,13 +103,14 @@ def side_row(side: str, runs: Runs, ours: Runs, tokens: float) -> dict[str, obje
     common = [seed for seed in runs if seed in ours]
     reached, base = ([at(tokens, accuracies(each[seed])) for seed in common] for each in (runs, ours))
     differences = [mine - theirs for mine, theirs in zip(reached, base, strict=True)]
+    timed = alone([runs[seed] for seed in common])
     return {
         "side": side + (f": `{SIDES[side]}`" if SIDES[side] else ""),
         "seeds": len(common),
         f"held-out after {tokens:,.0f} tokens, %": interval(reached),
         "above GRPO, points": "" if side == GRPO else interval(differences),
-        "minutes in steps": interval([at(tokens, minutes(runs[seed])) for seed in common]),
-        "seconds a step": f"{statistics.median(second for seed in common for second in runs[seed]['seconds']):.1f}",
+        "minutes in steps": interval([at(tokens, minutes(run)) for run in timed]),
+        "seconds a step": f"{statistics.median(second for run in timed for second in run['seconds']):.1f}",
     }
 
 
@@ -135,9 +141,10 @@ def draw_sides(results: dict[str, Runs], sides: list[str], path: Path) -> None:
     for colour, side in zip(COLOURS, sides, strict=False):
         runs = list(results[side].values())
         for axis, name, unit in zip(axes, ("tokens", "seconds"), (1, 60), strict=True):
-            places, rewards = mean_curve(runs, name)
+            drawn = alone(runs) if name == "seconds" else runs
+            places, rewards = mean_curve(drawn, name)
             axis.plot([place / unit for place in places], rewards, color=colour, linewidth=1, alpha=0.7, label=side)
-            for run in runs:
+            for run in drawn:
                 ends = [0.0, *accumulate(run[name])]
                 places = [ends[evaluation["step"]] / unit for evaluation in run["evaluations"]]
                 shares = [evaluation["eval_accuracy"] for evaluation in run["evaluations"]]
@@ -191,7 +198,10 @@ def page(tasks: dict[str, dict[str, Runs]]) -> str:
         changed_answers(run),
     ]
     if TRL in sums:
-        parts += [BESIDE_TRL, sides_table(sums, [TRL]), "![Rewards and accuracy by side](images/results_trl.png)"]
+        disturbed = [seed for seed, run in sums[TRL].items() if run.get("disturbed")]
+        which = f"TRL's seeds {', '.join(disturbed)}" if disturbed else "none"
+        picture = "![Rewards and accuracy by side](images/results_trl.png)"
+        parts += [BESIDE_TRL.format(disturbed=which), sides_table(sums, [TRL]), picture]
     if others(sums):
         parts += [OPTIONS, sides_table(sums, others(sums))]
     if TRIES.exists():
@@ -243,7 +253,8 @@ mean over the answers before. Two of seed {seed}'s answers that changed:"""
 BESIDE_TRL = """## Beside TRL
 
 TRL 1.16's GRPOTrainer with the same questions, seeds, groups, loss, rate and reference, in one process with two
-threads, which is its faster way here; evaluation is not in its minutes nor in ours."""
+threads, which is its faster way here. Minutes and seconds leave out evaluation, and runs with other work beside them
+({disturbed})."""
 
 FAILED = """## What failed
 
