@@ -111,7 +111,11 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
     by_function = [name for name in metrics if name.startswith("eval_rewards/")]
     rows = [
         ("accuracy, greedy", "eval_accuracy", percent),
-        (f"avg@{samples}, temperature {config.temperature:g}", f"eval_avg@{samples}", percent),
+        (
+            f"avg@{samples}, temperature {config.eval_temperature or config.temperature:g}",
+            f"eval_avg@{samples}",
+            percent,
+        ),
         *((f"pass@{k}", f"eval_pass@{k}", percent) for k in config.ks),
         ("reward, greedy", "eval_reward", number),
         *((f"  {name.split('/', 1)[1].removesuffix('/mean')}", name, number) for name in by_function),

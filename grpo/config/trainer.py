@@ -50,7 +50,7 @@ class TrainingSection(Section):
     HEADING = "training"
 
     max_steps: int = option(500, "number of optimizer updates", above=0, common=True)
-    num_train_epochs: float | None = option(None, "passes over the prompts; sets max_steps", above=0, common=True)
+    num_train_epochs: float | None = option(None, "passes over the prompts; sets max_steps", above=0)
     prompts_per_step: int | None = option(
         None,
         "prompts per update over all ranks, each with num_generations completions; unset is the multiple of the ranks "

@@ -50,7 +50,7 @@ FREE = {
     *("sampler", "pool", "pool_deadline", "replay"),
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
-    *("eval_steps", "eval_samples", "num_generations_eval", "metric_for_best_model"),
+    *("eval_steps", "eval_samples", "num_generations_eval", "eval_temperature", "metric_for_best_model"),
     *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout", "tool_timeout"),
 }

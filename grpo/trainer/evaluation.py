@@ -37,7 +37,7 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 
-    Each example is answered greedily, sample 0, and `num_generations_eval` times at `temperature`, which avg@k and
+    Each example is answered greedily, sample 0, and `num_generations_eval` times at `eval_temperature`, which avg@k and
     pass@k alone count. The completions are cut into calls of `sequences_per_generate` before ranks share them, and
     those of a call are drawn and rewarded together: so the number of ranks changes nothing, to the last bit. What
     reward functions log is not recorded. Raises RewardsLost.
@@ -45,7 +45,7 @@ def evaluate(
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
     """
-    samples = config.num_generations_eval
+    samples, temperature = config.num_generations_eval, config.eval_temperature or config.temperature
     problems, size = range(len(examples)), config.sequences_per_generate
     greedy = [(problem, 0) for problem in problems]
     sampled = [(problem, sample) for problem in problems for sample in range(1, samples + 1)]
@@ -63,7 +63,7 @@ def evaluate(
                 rollouts = sampler.greedy(batch)
             else:
                 ids = [problem * samples + sample for problem, sample in cells]
-                drawn = sampler.sample(batch, 1, config.temperature, config.seed + EVALUATION_SEED, ids=ids)
+                drawn = sampler.sample(batch, 1, temperature, config.seed + EVALUATION_SEED, ids=ids)
                 rollouts = [rollout for (rollout,) in drawn]
             by_function = rewarder.compute(batch, rollouts, state, key=("evaluation", number))
             judged = _judge(rewarder, by_function)

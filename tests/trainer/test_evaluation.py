@@ -154,6 +154,7 @@ def test_ranks_share_the_work_without_changing_it(ask, world_size):
 def test_the_seed_decides_the_samples_and_greedy_knows_none(ask):
     def texts(seed):
         _, completions = ask(seed=seed, num_generations_eval=3)
+        assert ask(seed=seed, num_generations_eval=3, temperature=3.0, eval_temperature=1.0)[1] == completions
         return [
             [completion["completion"] for completion in completions if (completion["sample"] > 0) == drawn]
             for drawn in (False, True)
