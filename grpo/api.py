@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from grpo.config.console import start_program
 from grpo.config.errors import ConfigError, first_here
 from grpo.config.fields import PROGRAMS
 from grpo.run.json_lines import read_records
+from grpo.run.run_folder import check_unused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,33 +69,31 @@ class Metrics(list[dict[str, float]]):
         return pandas.DataFrame(self)._repr_html_()
 
 
-@dataclass(frozen=True)
 class Run:
-    """A run that is done, or another one's folder: `grpo.Run("runs/20260101-120000")`."""
+    """A run that is done, by its folder: `grpo.Run("runs/20260101-120000")`."""
 
-    folder: Path | str
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder).absolute()  # a notebook may change its directory
+        self.model_path = self.folder / "model"
+
+    def __repr__(self) -> str:
+        return f"grpo.Run({str(self.folder)!r})"
 
     @property
     def metrics(self) -> Metrics:
-        return Metrics(read_records(Path(self.folder) / "metrics.jsonl"))
-
-    @property
-    def model_path(self) -> Path:
-        return Path(self.folder) / "model"
+        return Metrics(read_records(self.folder / "metrics.jsonl"))
 
     def evaluate(self, dataset: Rows | None = None, **settings: Any) -> dict[str, float]:
         """Return what the model's answers earn on these rows, or on the run's own: the metrics of `grpo eval`, whose
         options `settings` are. Raises SettingsError, RunError."""
         with tempfile.TemporaryDirectory() as folder:
             inputs, output = _Inputs(Path(folder)), Path(folder) / "output"
-            if dataset is not None:
-                name = inputs.rows("dataset", "test", dataset)
-                settings = {"dataset_name": name, "dataset_test_split": "test", **settings}
-            settings = self._asked("reward_funcs", "reward_weights", "tools", "environment") | {
-                "output": str(output),
-                **settings,
-            }
-            _run(["-m", "grpo.evaluate"], inputs.write(settings))
+            if isinstance(dataset, str | Path):
+                settings["dataset_name"] = str(dataset)
+            elif dataset is not None:
+                settings |= {"dataset_name": inputs.rows("dataset", "test", dataset), "dataset_test_split": "test"}
+            code = self._asked("reward_funcs", "reward_weights", "tools", "environment")
+            _follow(["-m", "grpo.evaluate"], inputs.write({**code, "output": str(output), **settings}))
             return json.loads((output / "metrics.json").read_text(encoding="utf-8"))
 
     def chat(self, question: str, **settings: Any) -> str:
@@ -111,7 +109,7 @@ class Run:
 
     def _asked(self, *code: str) -> dict[str, Any]:
         """Return the settings to ask the model with, and the run's own code, which a model's folder may not name."""
-        recorded = load_yaml((Path(self.folder) / "config.yaml").read_text(encoding="utf-8"))
+        recorded = load_yaml((self.folder / "config.yaml").read_text(encoding="utf-8"))
         own_code = {name: recorded[name] for name in code if recorded.get(name)}
         return {"model_name_or_path": str(self.model_path), **own_code}
 
@@ -121,7 +119,7 @@ class Run:
 
         from grpo.report.curves import draw_curves
 
-        return Image.open(draw_curves(Path(self.folder)))
+        return Image.open(draw_curves(self.folder))
 
 
 def train(
@@ -146,16 +144,16 @@ def train(
     if output_dir is None and "RANK" in os.environ:
         raise ConfigError("output_dir=None: name a folder: all ranks must have the same")
     folder = Path(output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    if settings.get("resume_from_checkpoint") is None:  # before another run's inputs are written over
+        check_unused("output_dir", folder, may_have_begun=True)
     inputs = _Inputs(folder.with_name(f"{folder.name}.inputs"))
     settings = {"model_name_or_path": str(model), "output_dir": str(folder), **settings}
     if reward_funcs is not None:
-        settings["reward_funcs"] = (
-            [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
-        )
+        is_single = isinstance(reward_funcs, str) or callable(reward_funcs)
+        settings["reward_funcs"] = [reward_funcs] if is_single else [*reward_funcs]
     if train_dataset is not None:
-        settings["dataset_name"] = inputs.rows(
-            "train_dataset", settings.get("dataset_train_split", "train"), train_dataset
-        )
+        split = settings.get("dataset_train_split", "train")
+        settings["dataset_name"] = inputs.rows("train_dataset", split, train_dataset)
         if eval_dataset is None and settings["dataset_name"] == str(inputs.folder):
             settings.setdefault("eval_steps", 0)
     if eval_dataset is not None:
@@ -163,7 +161,7 @@ def train(
         if name != settings.get("dataset_name"):
             raise ConfigError("eval_dataset: give rows with rows, or let train_dataset name a folder with both splits")
     program = [str(PROGRAMS / "grpo_ref_split.py")] if "RANK" in os.environ else ["-m", "grpo.launch"]
-    _run(program, inputs.write(settings))
+    _follow(program, inputs.write(settings))
     return Run(folder)
 
 
@@ -203,7 +201,7 @@ class _Inputs:
     """The files of what a function is given: rows, functions, settings. The first rank of a machine writes them."""
 
     def __init__(self, folder: Path):
-        self.folder = folder.absolute()  # a notebook may change its directory
+        self.folder = folder.absolute()
         self._functions: dict[str, object] = {}
 
     def rows(self, field: str, split: str, rows: Rows) -> str:
@@ -273,7 +271,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
 
 
-def _run(program: list[str], config: Path) -> None:
+def _follow(program: list[str], config: Path) -> None:
     """Run a program with these settings to its end; print its lines, or show steps as a bar. Pass signals on."""
     process = start_program(
         [*program, "--config", str(config)], _environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -80,7 +80,7 @@ def test_the_page_s_script_trains_evaluates_asks_and_draws(model_folder, tmp_pat
     (few, own), end = json.JSONDecoder().raw_decode(asked)
     assert few["eval_n"] == 5 and own["eval_n"] == 20
     assert own["eval_rewards/brevity/mean"] == metrics[2]["eval_rewards/brevity/mean"]
-    assert asked[end:].endswith(" run/model") and len(asked[end:]) > len("  run/model")
+    assert asked[end:].endswith(f" {tmp_path}/run/model") and len(asked[end:]) > len(f"  {tmp_path}/run/model")
 
 
 @pytest.mark.slow
@@ -94,6 +94,7 @@ def refused(error, **settings):
 
 if __name__ == "__main__":
     refused(grpo.SettingsError, learing_rate=1)
+    refused(grpo.SettingsError, output_dir="old")
     refused(grpo.SettingsError, reward_funcs=lambda completions, **kwargs: [0.0])
     refused(grpo.SettingsError, train_dataset=iter(rows))
     refused(grpo.SettingsError, eval_dataset="elsewhere")
@@ -101,10 +102,14 @@ if __name__ == "__main__":
     refused(grpo.SettingsError, train_dataset=[{"answer": "1"}])
     refused(grpo.RunError, reward_funcs=ran_out)
 """
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/metrics.jsonl").write_text('{"step": 1}\n')
     output = ended(script(tmp_path, text.replace("MODEL", repr(str(model_folder)))))
+    assert not (tmp_path / "old.inputs").exists()
     sentences = [line.removeprefix("refused: ") for line in output.splitlines() if line.startswith("refused: ")]
     expected = (
         "learing_rate (did you mean learning_rate?): no such field",
+        "output_dir='old': it holds a run",
         "reward_funcs=<lambda>: define it with a name",
         "train_dataset=list_iterator: give a datasets.Dataset, a list of rows, or a name",
         "eval_dataset: give rows with rows",
