@@ -103,7 +103,9 @@ class DataSection(Section):
     dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
     dataset_train_split: str = option("train", "split to train on")
     dataset_test_split: str = option("test", "split to evaluate on", common=True)
-    dataset_prompt_column: str = option("question", "column of the prompt: text, or chat messages", common=True)
+    dataset_prompt_column: str = option(
+        "question", "column of the prompt, text or chat messages; the default also means prompt", common=True
+    )
     dataset_answer_column: str = option("answer", "column of the gold answer (after any ####); '': none", common=True)
     dataset_image_column: str | None = option(None, "column of a prompt's pictures; unset: image or images; '': none")
     max_prompt_length: int = option(512, "prompts of more tokens are dropped at the start, and counted", above=0)

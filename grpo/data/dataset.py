@@ -13,6 +13,7 @@ from grpo.config.errors import ConfigError, one_line
 from grpo.config.sampling_settings import AnsweringConfig
 from grpo.model.hub import can_ask_hub
 
+TRL_COLUMN = "prompt"  # what TRL's datasets call the prompt: taken if there is no column of the default name
 _FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
 # What `datasets` says of a JSON and a Parquet file without a row.
@@ -48,7 +49,7 @@ def load_rows(config: AnsweringConfig, split: str):
 
 def _csv_options(config: AnsweringConfig) -> dict[str, Any]:
     """Return how pandas reads CSV: prompts and gold answers as text (007, NA), an empty cell elsewhere as null."""
-    columns = config.dataset_prompt_column, config.dataset_answer_column
+    columns = config.dataset_prompt_column, TRL_COLUMN, config.dataset_answer_column
     return {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
 
 

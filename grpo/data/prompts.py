@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -22,7 +23,7 @@ from grpo.config.errors import require
 from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import PictureCountError
-from grpo.data.dataset import decoded, load_rows
+from grpo.data.dataset import TRL_COLUMN, decoded, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
 from grpo.data.examples import GIVEN_TO_REWARDS, make_example
 from grpo.data.mixture import is_mixture, parts_of
@@ -83,7 +84,13 @@ def _load_dataset(
     processor: PictureProcessor | None,
     turns: Responder | None,
 ) -> list[Example]:
-    rows, has_gold, column, others = _open_rows(config, split, limit)
+    log.info("reading split %s of %s", split, config.dataset_name)
+    rows = load_rows(config, split)
+    is_of_trl = config.dataset_prompt_column == DataSection.dataset_prompt_column and TRL_COLUMN in rows.column_names
+    if is_of_trl and config.dataset_prompt_column not in rows.column_names:
+        config = copy.copy(config)
+        config.dataset_prompt_column = TRL_COLUMN
+    rows, has_gold, column, others = _open_rows(config, rows, split, limit)
 
     def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | tuple[str, str]:
         """Return a row's example, or why it is dropped, and the fault in it."""
@@ -126,10 +133,8 @@ def _load_dataset(
     return examples
 
 
-def _open_rows(config: AnsweringConfig, split: str, limit: int):
+def _open_rows(config: AnsweringConfig, rows, split: str, limit: int):
     """Return a split's rows, whether they have gold answers, their prompts' pictures, and their other pictures."""
-    log.info("reading split %s of %s", split, config.dataset_name)
-    rows = load_rows(config, split)
     has_gold = _check_columns(config, rows.column_names)
     if not has_gold:
         log.info("%s: no column with gold answers: it has %s", split, ", ".join(rows.column_names))

@@ -50,6 +50,20 @@ def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
     assert tokenizer.decode(first.prompt_ids) == first.prompt
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_dataset_of_trl_needs_no_column_named(tmp_path, tokenizer, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text("prompt,answer\n007,7\n" if suffix == "csv" else '{"prompt": "007", "answer": "7"}\n')
+    (only,) = load_examples(config(path), "train", tokenizer, progress=False)
+    assert only.columns == {"prompt": "007", "answer": "7"} and "user\n007<" in only.prompt
+    both = write(tmp_path / "both.jsonl", [{"prompt": "other", **ROWS[0]}])
+    (only,) = load_examples(config(both), "train", tokenizer, progress=False)
+    assert "user\nOne and one?<" in only.prompt
+    named = config(both, "--dataset_prompt_column", "prompt")
+    (only,) = load_examples(named, "train", tokenizer, progress=False)
+    assert "user\nother<" in only.prompt
+
+
 def test_other_datasets_name_their_columns(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", [{"problem": "x?", "solution": 7, "hint": "seven"}])
     options = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
