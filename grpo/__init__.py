@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.api import RefClient as RefClient
-    from grpo.api import Run as Run
     from grpo.api import RunError as RunError
+    from grpo.api import SavedRun as SavedRun
     from grpo.api import train as train
     from grpo.config.errors import ConfigError as SettingsError  # noqa: F401
 
@@ -25,7 +25,7 @@ GROWING = "expandable_segments:True"
 if not any(name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") for name in os.environ):
     os.environ |= dict.fromkeys(ALLOCATOR, GROWING)
 
-_PUBLIC = {"train": "api", "Run": "api", "RunError": "api", "RefClient": "api", "SettingsError": "config.errors"}
+_PUBLIC = {"train": "api", "SavedRun": "api", "RunError": "api", "RefClient": "api", "SettingsError": "config.errors"}
 
 
 def __getattr__(name: str) -> Any:

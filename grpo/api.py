@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,12 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from grpo.config.command_line import load_yaml, to_yaml
+from grpo.config.command_line import to_yaml
 from grpo.config.console import start_program
 from grpo.config.errors import ConfigError, first_here
 from grpo.config.fields import PROGRAMS
+from grpo.config.record_settings import settings_in
 from grpo.run.json_lines import read_records
-from grpo.run.run_folder import check_unused
+from grpo.run.run_folder import check_unused, name_by_time
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +57,7 @@ for file in Path(__file__).parent.glob("*.dill"):
 
 
 class RunError(RuntimeError):
-    """A run or an evaluation that ended early. The message says why, and how to go on."""
+    """A run or an evaluation that ended early. The message says why, and how to continue."""
 
 
 class Metrics(list[dict[str, float]]):
@@ -69,15 +69,15 @@ class Metrics(list[dict[str, float]]):
         return pandas.DataFrame(self)._repr_html_()
 
 
-class Run:
-    """A run that is done, by its folder: `grpo.Run("runs/20260101-120000")`."""
+class SavedRun:
+    """A run that is done, by its folder: `grpo.SavedRun("runs/20260101-120000")`."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder).absolute()  # a notebook may change its directory
         self.model_path = self.folder / "model"
 
     def __repr__(self) -> str:
-        return f"grpo.Run({str(self.folder)!r})"
+        return f"grpo.SavedRun({str(self.folder)!r})"
 
     @property
     def metrics(self) -> Metrics:
@@ -109,7 +109,7 @@ class Run:
 
     def _asked(self, *code: str) -> dict[str, Any]:
         """Return the settings to ask the model with, and the run's own code, which a model's folder may not name."""
-        recorded = load_yaml((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        recorded = settings_in(self.folder)
         own_code = {name: recorded[name] for name in code if recorded.get(name)}
         return {"model_name_or_path": str(self.model_path), **own_code}
 
@@ -130,7 +130,7 @@ def train(
     eval_dataset: Rows | None = None,
     output_dir: str | Path | None = None,
     **settings: Any,
-) -> Run:
+) -> SavedRun:
     """Train a model, a folder or a hub id, and return the run.
 
     Datasets are `datasets.Dataset`s, lists of rows, or names of files, folders or the hub. Without an `eval_dataset`
@@ -143,7 +143,7 @@ def train(
     """
     if output_dir is None and "RANK" in os.environ:
         raise ConfigError("output_dir=None: name a folder: all ranks must have the same")
-    folder = Path(output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    folder = Path(output_dir or name_by_time())
     if settings.get("resume_from_checkpoint") is None:  # before another run's inputs are written over
         check_unused("output_dir", folder, may_have_begun=True)
     inputs = _Inputs(folder.with_name(f"{folder.name}.inputs"))
@@ -162,7 +162,7 @@ def train(
             raise ConfigError("eval_dataset: give rows with rows, or let train_dataset name a folder with both splits")
     program = [str(PROGRAMS / "grpo_ref_split.py")] if "RANK" in os.environ else ["-m", "grpo.launch"]
     _follow(program, inputs.write(settings))
-    return Run(folder)
+    return SavedRun(folder)
 
 
 class RefClient:

@@ -12,6 +12,7 @@ save, then everything ends; a second Ctrl-C ends at once.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import signal
@@ -31,7 +32,8 @@ from grpo.config.console import free_port, start_logging, start_program
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
-from grpo.run.run_folder import find_run_folder, finished_steps, planned_steps
+from grpo.config.record_settings import settings_in
+from grpo.run.run_folder import find_run_folder, finished_steps
 
 log = logging.getLogger("grpo.launch")
 
@@ -65,7 +67,7 @@ def launch(config: LaunchConfig) -> int:
             code = programs.wait()
         finally:
             programs.end()
-    if code == 0 and not config.dry_run and not 0 < planned_steps(run) <= finished_steps(run):
+    if code == 0 and not config.dry_run and finished_steps(run) < settings_in(run).get("max_steps", math.inf):
         say_once(
             f"{run}: the trainer ended with code 0 before its last step: something ended its process: put reward "
             "functions behind --reward_timeout, tools and an environment behind --tool_timeout"

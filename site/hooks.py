@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -15,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
 sys.path.insert(0, str(REPOSITORY))
 
-from grpo.config.fields import default_of  # noqa: E402
+from grpo.config.command_line import describe_option  # noqa: E402
 from grpo.config.programs import PROGRAMS  # noqa: E402
 
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
@@ -71,13 +72,9 @@ def settings_page() -> str:
             if not new:
                 continue
             shown |= {field.name for field in new}
-            lines += ["", f"## {section.HEADING[0].upper()}{section.HEADING[1:]}", "", "| setting | default | |"]
-            lines.append("|---|---|---|")
+            lines += ["", f"## {section.HEADING[0].upper()}{section.HEADING[1:]}", "", "| setting | |", "|---|---|"]
+            hints = get_type_hints(section)
             for field in new:
-                default = default_of(field)
-                value = "" if default in (None, [], "") else f"`{default}`" if len(str(default)) < 60 else "see --help"
-                details = [field.metadata["help"], str(field.metadata["limits"] or "")]
-                details += [f"needs {field.metadata['needs']}"] if field.metadata["needs"] else []
-                text = "; ".join(filter(None, details)).replace("|", "\\|")
-                lines.append(f"| `{field.name}` | {value} | {text} |")
+                text = describe_option(field, hints[field.name]).replace("|", "\\|")
+                lines.append(f"| `{field.name}` | {text} |")
     return "\n".join([*lines, ""])

@@ -208,29 +208,36 @@ def _add_option(
     options: dict[str, Any] = {"default": default, "dest": field.name}
     if get_origin(kind) in (Union, UnionType):
         kind = str if str in get_args(kind) else get_args(kind)[0]
-    details = [str(field.metadata["limits"])] if field.metadata["limits"] else []
     if kind is bool:
         options |= {"type": _read_truth, "nargs": "?", "const": True}
     elif get_origin(kind) is Literal:
         options |= {"type": partial(_read_choice, get_args(kind)), "metavar": "WORD"}
-        details.append(" or ".join(get_args(kind)))
     elif get_origin(kind) is list:
         (kind,) = get_args(kind)
         options |= {"type": partial(_read, kind), "metavar": f"{_KINDS[kind]} [{_KINDS[kind]} ...]"}
         options["nargs"] = "*" if field.metadata["may_be_empty"] else "+"
     else:
         options |= {"type": partial(_read, kind), "metavar": _KINDS[kind]}
-    if default not in (None, False, []):
-        words = default if isinstance(default, list) else [default]
-        details.append(f"default: {' '.join(map(_as_word, words))}")
-    if field.metadata["needs"]:
-        details.append(f"needs {field.metadata['needs']}")
-    text = field.metadata["help"] + (f" ({'; '.join(details)})" if details else "")
+    text = describe_option(field, kind)
     group.add_argument(*names, help=text.replace("%", "%%") if shown else SUPPRESS, **options)
     if kind is bool and default:
         off = [f"--no{separator}{field.name.replace('_', separator)}" for separator in "_-"]
         text = field.metadata["off"].replace("%", "%%") if shown else SUPPRESS
         group.add_argument(*off, action="store_false", dest=field.name, default=SUPPRESS, help=text)
+
+
+def describe_option(field: dataclasses.Field, kind: Any) -> str:
+    """Return a setting's line of help, with its limits or choices, its default and its needs; `kind` is its type."""
+    default, limits, needs = default_of(field), field.metadata["limits"], field.metadata["needs"]
+    details = [str(limits)] if limits else []
+    if get_origin(kind) is Literal:
+        details.append(" or ".join(get_args(kind)))
+    if default not in (None, False, []):
+        words = default if isinstance(default, list) else [default]
+        details.append(f"default: {' '.join(map(_as_word, words))}")
+    if needs:
+        details.append(f"needs {needs}")
+    return field.metadata["help"] + (f" ({'; '.join(details)})" if details else "")
 
 
 def _read(kind: type, word: str) -> Any:

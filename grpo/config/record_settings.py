@@ -42,11 +42,7 @@ class RecordSection(Section):
         """Return the settings in the config.yaml of the run to continue; none for a new run."""
         name = self.resume_from_checkpoint
         folder = self.output_dir if name == "last" else name and Path(name).parent
-        try:
-            settings = load_yaml((Path(folder) / "config.yaml").read_text(encoding="utf-8")) if folder else {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            settings = {}  # the checkpoint is compared with what was set instead
-        return settings if isinstance(settings, dict) else {}
+        return settings_in(Path(folder)) if folder else {}  # without: the checkpoint is compared with what was set
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,3 +50,12 @@ class RecordSection(Section):
         self.check(has_run, resume_from_checkpoint="of which run? set output_dir to its folder")
         for name in self.report_to:
             require(name in TRACKERS, "report_to", name, f"use {', '.join(TRACKERS)}")
+
+
+def settings_in(run: Path) -> dict[str, Any]:
+    """Return the settings in the config.yaml of a run's folder; none if it is not there, or damaged."""
+    try:
+        settings = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -19,9 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError
 from grpo.config.record_settings import RecordSection
 from grpo.run.json_lines import read_records
@@ -77,11 +74,16 @@ def find_run_folder(config: RecordSection) -> Path:
     """Return the run's folder, which may not exist yet. Raises ConfigError as find_checkpoints, if the folder cannot be
     written, and for a new run if it has results."""
     checkpoint = next(iter(find_checkpoints(config)), None)
-    folder = checkpoint.parent if checkpoint else Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    folder = checkpoint.parent if checkpoint else Path(config.output_dir or name_by_time())
     if config.resume_from_checkpoint is None:
         check_unused("output_dir", folder, may_have_begun=True)
     check_writable("output_dir", folder)
     return folder
+
+
+def name_by_time() -> str:
+    """Return the folder of a run that was given none."""
+    return time.strftime("runs/%Y%m%d-%H%M%S")
 
 
 def make_run_folder(config: RecordSection, folder: Path) -> None:
@@ -174,14 +176,6 @@ def finished_steps(run: Path) -> int:
     try:
         return read_progress(run / "model").get("step", 0)
     except Damaged:
-        return 0
-
-
-def planned_steps(run: Path) -> int:
-    """Return the run's max_steps as it was written when the run began; 0 if it did not begin."""
-    try:
-        return load_yaml((run / "config.yaml").read_text(encoding="utf-8"))["max_steps"]
-    except (OSError, yaml.YAMLError, TypeError, KeyError):
         return 0
 
 
