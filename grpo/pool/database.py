@@ -152,7 +152,11 @@ def open_read_only(path: str, setting: str) -> sqlite3.Connection:
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
     with refuse_damage(setting):
         connection = _connect(path, f"?{mode}")
-        _check_kind(setting, connection)
+        try:
+            _check_kind(setting, connection)
+        except (ConfigError, sqlite3.Error):
+            connection.close()
+            raise
     return connection
 
 

@@ -25,7 +25,7 @@ from grpo.wire.tensors import FilePart
 
 _ABANDONED_SECONDS = 3600  # without a byte; a file that no version and no run names is dropped then
 _ROW = "version, worker, tokens, newest, prompt_ids, columns, drawn, checksum"
-_TASK_OF_KEY = f"SELECT ?1, ?2, {_ROW} FROM tasks WHERE group_id = ?1 AND attempt = ?2"  # a row for _read_task
+_TASK_OF_KEY = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE group_id = ? AND attempt = ?"  # a row for _read_task
 _RUN = "SELECT number, info, checksum FROM run"
 _VERSIONS = "SELECT version, weights, info, checksum FROM versions"
 _TASK_NAME = "group {}, attempt {}"
@@ -174,8 +174,8 @@ class Store:
                 removed = [other for other in self.versions() if other.version >= version.version]
                 self.database.sql("DELETE FROM versions WHERE version >= ?", version.version)
                 # The trainer may have put this version's tasks before it has sent the version: they stay, undrawn.
-                later = "version > ?1 OR (version = ?1 AND attempt > 0)"
-                self.database.sql(f"DELETE FROM tasks WHERE {later}", version.version)
+                later = "version > ? OR (version = ? AND attempt > 0)"
+                self.database.sql(f"DELETE FROM tasks WHERE {later}", version.version, version.version)
                 spoiled = self.database.rows("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
                 for key in spoiled:
                     self._store_task(self.find_task(key)[0])
@@ -297,8 +297,8 @@ class Store:
                 return []
             each = self.known_run.groups_per_round
             rows = self.database.rows(
-                "SELECT group_id / ?1 AS round, min(version), max(version), count(*), sum(drawn IS NOT NULL), "
-                "coalesce(sum(tokens), 0) FROM tasks WHERE group_id >= ?2 GROUP BY round ORDER BY round DESC",
+                "SELECT group_id / ? AS round, min(version), max(version), count(*), sum(drawn IS NOT NULL), "
+                "coalesce(sum(tokens), 0) FROM tasks WHERE group_id >= ? GROUP BY round ORDER BY round DESC",
                 each,
                 max(0, newest // each - count + 1) * each,
             )
@@ -335,10 +335,13 @@ class Recording:
         """Open the file. Raises ConfigError if it is no pool's."""
         self._setting = f"replay={path!r}"
         self._connection, self._lock = open_read_only(path, self._setting), threading.Lock()
-        if (row := self._row("the run", _RUN)) is None:
-            raise unusable(
-                self._setting, "no trainer has used it", "name the pool_file of a pool that has served a run"
-            )
+        try:
+            if (row := self._row("the run", _RUN)) is None:
+                reason = "no trainer has used it"
+                raise unusable(self._setting, reason, "name the pool_file of a pool that has served a run")
+        except ConfigError:
+            self.close()
+            raise
         self.run = RunInfo.of_json(row[1])
 
     def find(self, key: tuple[int, int]) -> tuple[Task | None, GroupResult | None]:

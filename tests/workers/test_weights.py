@@ -117,7 +117,7 @@ def test_a_pool_whose_file_is_damaged_ends_the_worker_in_a_sentence(pool, versio
         trainer = Trainer(PoolClient(other.url), model_folder, tmp_path / "other")
         version = trainer.publish(0)
         other.end()
-        with sqlite3.connect(tmp_path / "run.sqlite") as file:
+        with closing(sqlite3.connect(tmp_path / "run.sqlite")) as file, file:
             file.execute("UPDATE pieces SET data = zeroblob(length(data)) WHERE sha256 = ?", [version.sha256])
         with running_pool(tmp_path, port=other.port):
             (tmp_path / "worker").mkdir()
