@@ -6,6 +6,7 @@
 # make test    every promise: all tests but the rare ones, and a part of long series; two at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
+# make test-versions  fast tests and demo with the lowest and the newest versions that pyproject.toml allows
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
 # make check   ruff
 # make docs    the documentation as a site with a search, in build/site; broken links fail
@@ -19,12 +20,12 @@ READY_REAL := .venv/.ready-real
 VLLM ?= .venv-vllm
 READY_VLLM := $(VLLM)/.ready
 
-.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-real test test-processors test-all test-vllm check
+.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-real test test-processors test-versions test-all test-vllm check
 
 setup: $(READY_TO_TEST)
 
 $(READY): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 10) and f"Python {v[0]}.{v[1]} is too old: make PYTHON=python3.11 (3.10 or newer)")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"Python {v[0]}.{v[1]} is too old: make PYTHON=python3.11 (3.11 or newer)")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -r requirements.txt
 	$(BIN)/python -m pip install --no-deps -e .
@@ -64,6 +65,9 @@ test: $(READY_TO_TEST)
 
 test-processors: $(READY_TO_TEST)
 	$(BIN)/python tests/processors.py
+
+test-versions: $(READY_TO_TEST)
+	$(BIN)/python tests/versions.py
 
 test-all: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m "" --durations=20

@@ -72,7 +72,7 @@ class Popen(subprocess.Popen):
         ends = rest[:6]  # of the pipes: ours and theirs for input, theirs and ours for output and for errors
         files = [end if end != -1 else place for place, end in enumerate((ends[0], ends[3], ends[5]))]
         start = {"words": words, "cwd": os.fspath(cwd or os.getcwd()), "environment": environment}
-        start["session"] = bool(rest[-2] if sys.version_info >= (3, 11) else rest[-1])
+        start["session"] = bool(rest[-2])
         self.pid = _fork_here(start, files, preexec_fn) if _forked else _ask(start, files)
         self._child_created = True
         self._close_pipe_fds(*ends)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,7 @@ def record_start(folder: Path | None, step: int, device: torch.device) -> None:
         hosts[host].append(name)
     start = {
         "step": step,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         # Of grpo.launch the words that the user typed; other launchers only add an option.
         "command": os.environ.get(COMMAND) or shlex.join(w for w in sys.argv if not w.startswith("--local_rank=")),
         "ranks": len(devices),

@@ -6,7 +6,6 @@ what tools answered too, and a `tool_mask`; ours is never given them.
 
 import math
 import random
-import sys
 import warnings
 from collections import defaultdict
 from functools import partial
@@ -22,8 +21,6 @@ from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.algorithm.loss import adapt_entropy_coef, applied_entropy_coef, grpo_loss
 from grpo.config.loss_settings import LossSection
 from grpo.run.metrics import Stats, add_stats
-
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
 
 LONGEST = 12
 ANSWERED = 6  # places of answers before a completion's last token, at most
