@@ -6,6 +6,7 @@ Field names follow TRL's GRPOConfig, ModelConfig and ScriptArguments.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -90,6 +91,16 @@ class Section:
             if needs and value != default_of(field):
                 met = any(_is_met(self, *need.split(" ", 1)) for need in needs.split(" or "))
                 require(met, field.name, value, f"it does nothing without {needs}: add it, or leave this out")
+
+    def read_json(self, name: str) -> None:
+        """Make a dict of a setting that the command line gives as JSON. Raises ConfigError."""
+        value = getattr(self, name)
+        if isinstance(value, str):
+            try:
+                setattr(self, name, json.loads(value))
+            except json.JSONDecodeError as error:
+                self.refuse(name, f"{error}: write a JSON object")
+        self.check(isinstance(getattr(self, name), dict | None), **{name: "write a JSON object"})
 
     def check(self, ok: bool, **remedy: str) -> None:
         """Raise ConfigError unless `ok`. `remedy` is one setting, with what to do about its value."""

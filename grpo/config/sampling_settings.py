@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, option
 from grpo.config.user_code import check_file
 
@@ -128,12 +126,7 @@ class AnswerSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(text := self.chat_template_kwargs, str):
-            try:
-                self.chat_template_kwargs = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"chat_template_kwargs={text!r}: {error}: write a JSON object") from error
-        self.check(isinstance(self.chat_template_kwargs, dict | None), chat_template_kwargs="write a JSON object")
+        self.read_json("chat_template_kwargs")
 
 
 LOCAL_SAMPLERS = (

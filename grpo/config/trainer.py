@@ -67,13 +67,24 @@ class TrainingSection(Section):
     learning_rate: float | None = option(
         None, "AdamW's peak rate; unset is 1e-6, with use_peft 1e-5, or that of a continued run", common=True, above=0
     )
-    lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
-        "constant_with_warmup", "course of the learning rate after its linear warm-up"
-    )
-    warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0", at_least=0)
+    lr_scheduler_type: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = option("constant_with_warmup", "course of the learning rate after its warm-up, by transformers' names")
+    lr_scheduler_kwargs: dict | str | None = option(None, "arguments of the course: '{\"min_lr_rate\": 0.1}'")
+    warmup_steps: float = option(10, "updates in which the rate rises from 0; below 1: a share of all", at_least=0)
     optim: Literal["adamw_torch", "adamw_8bit"] = option("adamw_torch", "adamw_8bit (bitsandbytes) needs less memory")
     adam_beta1: float = option(0.9, "decay of AdamW's mean of the gradients", at_least=0, below=1)
     adam_beta2: float = option(0.99, "decay of AdamW's mean of the squared gradients", at_least=0, below=1)
+    adam_epsilon: float = option(1e-8, "AdamW's term that keeps a division by a tiny gradient small", above=0)
     weight_decay: float = option(0.0, "AdamW's weight decay, of all weights but biases and those of norms", at_least=0)
     max_grad_norm: float = option(1.0, "larger gradients are scaled down to this norm; 0: no clipping", at_least=0)
     gradient_checkpointing: bool = option(
@@ -85,6 +96,11 @@ class TrainingSection(Section):
         super().__post_init__()
         is_known = self.dataset_order in ("shuffled", "as_is") or self.dataset_order.startswith("column:")
         self.check(is_known, dataset_order="use shuffled, as_is or column:NAME")
+        self.read_json("lr_scheduler_kwargs")
+        is_constant = self.lr_scheduler_type.startswith("constant")
+        self.check(not (is_constant and self.lr_scheduler_kwargs), lr_scheduler_kwargs="a constant rate takes none")
+        is_updates = self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps)
+        self.check(is_updates, warmup_steps="use a whole number of updates, or a share of all below 1")
 
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
         """Give unset settings the value of the run to continue, or their default."""

@@ -119,7 +119,8 @@ class RunDescription:
 
     def _longer_changes_nothing(self) -> bool:
         """Tell whether the steps are the same with another max_steps: the learning rate does not depend on it."""
-        return self._config.lr_scheduler_type.startswith("constant")
+        config = self._config
+        return config.lr_scheduler_type.startswith("constant") and not 0 < config.warmup_steps < 1
 
     def _defaults(self) -> dict[str, Any]:
         """Return each setting's default; of a list [], as only lists with that default are newer than a checkpoint."""

@@ -43,7 +43,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optim
             "trained: add use_peft, or name the model that they were made from"
         )
     decayed, not_decayed = parameter_groups(model)
-    settings = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": 1e-8}
+    settings = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -103,18 +103,25 @@ def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return parts
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LambdaLR:
-    """Make the learning-rate schedule: a linear warm-up, then lr_scheduler_type. `transformers.get_scheduler` gives the
-    same rates, but loads bitsandbytes."""
-    warmup, last = config.warmup_steps, config.max_steps
-    whole = max(1, last - warmup)
+def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LRScheduler:
+    """Make the schedule of the rate, that of `transformers.get_scheduler`. Raises ConfigError where it refuses."""
+    name, arguments, last = config.lr_scheduler_type, config.lr_scheduler_kwargs, config.max_steps
+    warmup = math.ceil(config.warmup_steps * (last if config.warmup_steps < 1 else 1))
+    if arguments or name not in ("constant_with_warmup", "linear", "cosine"):
+        from transformers.optimization import get_scheduler  # which takes seconds: it loads bitsandbytes
+
+        try:
+            return get_scheduler(name, optimizer, warmup, last, arguments)
+        except (TypeError, ValueError) as error:
+            config.refuse("lr_scheduler_kwargs", f"{name}: {one_line(error)}: give the arguments of transformers' own")
 
     def factor(updates: int) -> float:
         if updates < warmup:
             return updates / warmup
-        if config.lr_scheduler_type == "constant_with_warmup":
+        if name == "constant_with_warmup":
             return 1.0
-        if config.lr_scheduler_type == "linear":
+        whole = max(1, last - warmup)
+        if name == "linear":
             return max(0.0, (last - updates) / whole)
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((updates - warmup) / whole))))
 

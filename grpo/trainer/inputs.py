@@ -24,7 +24,7 @@ from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.rewards.compute import load_reward_funcs
 from grpo.run.recorder import check_report_to
 from grpo.tools.dialogue import UserResponder, start_turns
-from grpo.trainer.deepspeed_engine import engine_config
+from grpo.trainer.deepspeed_engine import engine_config, make_schedule
 from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.pool_sampler import check_rows
 from grpo.trainer.rewarding import join_rewards, try_rewards
@@ -104,6 +104,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     if config.num_train_epochs is not None:
         config.max_steps = math.ceil(config.num_train_epochs * stream.steps_per_epoch) * config.num_iterations
         log.info("%g epochs of %d prompts are %d steps", config.num_train_epochs, len(examples), config.max_steps)
+    make_schedule(torch.optim.SGD([torch.zeros(1)]), config)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
     if turns is not None:
         turns.try_on(examples[0])

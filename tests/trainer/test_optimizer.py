@@ -1,5 +1,6 @@
 """AdamW's groups and the learning rate, against those of the Trainer of transformers."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from transformers.models.qwen3 import Qwen3ForCausalLM
 
 from benchmarks.memory import on_meta
 from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import train_adapter
 from grpo.trainer import deepspeed_engine as trainer_optimizer
@@ -39,6 +41,38 @@ def test_every_learning_rate_is_that_of_transformers(kind, warmup, steps):
     for _ in range(steps + 3):
         assert schedule.get_last_lr() == expected.get_last_lr()
         ours.step(), theirs.step(), schedule.step(), expected.step()
+
+
+ARGUED = {
+    "constant": None,
+    "cosine": {"num_cycles": 1.5},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "inverse_sqrt": None,
+    "polynomial": {"power": 2.0},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+}
+
+
+@pytest.mark.parametrize("kind", ARGUED)
+def test_schedules_with_arguments_are_those_of_transformers_and_a_warmup_may_be_a_share(kind):
+    ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-6) for _ in range(2))
+    more = {} if ARGUED[kind] is None else {"lr_scheduler_kwargs": json.dumps(ARGUED[kind])}
+    schedule = make_schedule(ours, config_of(lr_scheduler_type=kind, warmup_steps=0.25, max_steps=12, **more))
+    expected = get_scheduler(kind, theirs, 3, 12, ARGUED[kind])
+    rates = []
+    for _ in range(12):
+        rates.append(schedule.get_last_lr())
+        assert rates[-1] == expected.get_last_lr()
+        ours.step(), theirs.step(), schedule.step(), expected.step()
+    assert (rates[0] == [0]) == (kind != "constant")
+
+
+@pytest.mark.parametrize("more", [{}, {"lr_scheduler_kwargs": '{"num_decay_steps": 4, "colour": 1}'}])
+def test_arguments_that_a_schedule_does_not_take_or_lacks_are_refused(more):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ConfigError, match="lr_scheduler_kwargs=.*: warmup_stable_decay: .*(num_decay_steps|colour)"):
+        make_schedule(optimizer, config_of(lr_scheduler_type="warmup_stable_decay", **more))
 
 
 def bare(kind: str) -> nn.Module:
