@@ -106,6 +106,12 @@ IMPOSSIBLE = {
     "--help nonsense": "--help nonsense: no such topic: use all, a setting's name, or model, data,",
     "--learn 1": "error: --learn: no such option; see --help all",
     "--modle x": "error: --modle (did you mean model?): no such option; see",
+    "--lr_scheduler_kwargs [1] --lr_scheduler_type cosine": "lr_scheduler_kwargs=[1]: write a JSON object",
+    "--lr_scheduler_kwargs '{\"num_cycles\":1}'": "lr_scheduler_kwargs={'num_cycles': 1}: a constant rate takes none",
+    "--warmup_steps 2.5": "warmup_steps=2.5: use a whole number of updates, or a share",
+    "--warmup_ratio 0.1": "--warmup_ratio (use warmup_steps, where a number below 1 is a share): no such option",
+    "--logging_strategy no": "--logging_strategy (leave it out: every step is recorded)",
+    "--eval_delay 3": "error: --eval_delay: no such option",  # it is nothing like eval_steps
     "--use_peft --lora_dropout 0.05": "--lora_dropout (leave it out: log-probs would be those of another distribution",
     "--lr 1e-6 --kl-coef=-1 --n -2 --seed 9": "--lr (use learning_rate), --kl-coef (use beta), --n (use",
 }
@@ -133,7 +139,7 @@ def test_what_is_named_for_a_setting_of_trls_is_a_setting_here():
         (ServerConfig, "--task reward --quantization 8bit", "quantization='8bit': not for task reward"),
         (ServerConfig, "--device_map cuda", "device_map='cuda': use auto"),
         (ServerConfig, "--update_folder x --quantization 4bit", "update_folder='x': quantized weights cannot be"),
-        (ServerConfig, "--num_generations 4", "--num_generations (did you mean max_connections?): no such option"),
+        (ServerConfig, "--num_generations 4", "--num_generations: no such option"),
     ],
 )
 def test_other_programs_refuse_in_one_sentence(refused, config_class, options, sentence):
