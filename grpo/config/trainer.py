@@ -59,7 +59,9 @@ class TrainingSection(Section):
         above=0,
     )
     dataset_order: str = option(
-        "shuffled", "order of the prompts: shuffled anew each epoch, as_is, or column:NAME, its lowest numbers first"
+        "shuffled",
+        "order of the prompts: shuffled anew each epoch; adaptive, also leaves out what teaches nothing; as_is; or "
+        "column:NAME, its lowest numbers first",
     )
     steps_per_generation: int = option(1, "updates that one round of generation feeds, each with new prompts", above=0)
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
@@ -94,8 +96,8 @@ class TrainingSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_known = self.dataset_order in ("shuffled", "as_is") or self.dataset_order.startswith("column:")
-        self.check(is_known, dataset_order="use shuffled, as_is or column:NAME")
+        is_known = self.dataset_order in ("shuffled", "adaptive", "as_is") or self.dataset_order.startswith("column:")
+        self.check(is_known, dataset_order="use shuffled, adaptive, as_is or column:NAME")
         self.read_json("lr_scheduler_kwargs")
         is_constant = self.lr_scheduler_type.startswith("constant")
         self.check(not (is_constant and self.lr_scheduler_kwargs), lr_scheduler_kwargs="a constant rate takes none")
@@ -162,6 +164,8 @@ class TrainerConfig(
             self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")
         if self.max_resample > 0 and not self.groups_have_signal:
             self.refuse("max_resample", f"{estimator} may learn from a group of equal rewards: use 0")
+        if self.dataset_order == "adaptive" and not self.groups_have_signal:
+            self.refuse("dataset_order", f"{estimator} may learn from a group of equal rewards: use shuffled")
         if estimator == "remax" and self.sampler == "pool":
             self.refuse("advantage_estimator", "a pool draws no greedy completion: use sampler continuous, or rloo")
         needs_server = self.beta > 0 and self.ref == "server"

@@ -204,6 +204,9 @@ class PromptStream:
     own epochs. The step number is the whole state.
     """
 
+    signals = ""
+    """of each group so far, "1" if it had a signal, else "0": for an AdaptiveStream, the rest of its state"""
+
     def __init__(
         self,
         examples: Sequence[Example],

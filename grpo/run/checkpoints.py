@@ -66,6 +66,7 @@ class Progress:
     bad_steps: list[int] = field(default_factory=list)  # the last steps in a row that taught the policy nothing
     flat_steps: int = 0  # the last steps in a row in which all completions of every prompt earned the same reward
     masked_steps: int = 0  # the number of updates that did nothing, as every completion was masked
+    signals: str = ""  # of the groups so far, for AdaptiveStream
     resampled: int = 0  # the number of groups that were replaced in this round, on all ranks
     most_calls_failed: bool = False  # calls of tools in the last step; rank 0 alone knows it, no checkpoint has it
 
@@ -223,7 +224,7 @@ class Checkpoints:
             set_random_states(states[self.rank]["random"])
         by_rank = [state["batches"] for state in states.values()]
         batches = by_rank[0] if saved_ranks == ranks else share_anew(by_rank, self.rank, ranks)
-        return Progress(batches=batches, **{name: saved[name] for name in SHARED})
+        return Progress(batches=batches, **{name: saved[name] for name in SHARED if name in saved})
 
     def references(self) -> set[int]:
         """Return the steps after which the policy became a reference that a checkpoint needs; {0} without one."""

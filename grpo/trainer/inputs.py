@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.config.trainer import TrainerConfig
+from grpo.data.adaptive import AdaptiveStream
 from grpo.data.mixture import weights_of
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
 from grpo.data.records import Example
@@ -99,8 +100,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         sampler="a pool brings workers no pictures, and the dataset has some: use continuous",
     )
     check_rows(config, examples)
-    order, weights = order_of(config, examples), weights_of(config)
-    stream = PromptStream(examples, config.prompts_per_step, config.seed, order, weights)
+    stream = _order_prompts(config, examples)
     if config.num_train_epochs is not None:
         config.max_steps = math.ceil(config.num_train_epochs * stream.steps_per_epoch) * config.num_iterations
         log.info("%g epochs of %d prompts are %d steps", config.num_train_epochs, len(examples), config.max_steps)
@@ -111,6 +111,17 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     return Inputs(
         reward_funcs, rewards, ds_config, tokenizer, processor, end_ids, turns, examples, stream, held_out, best_by
     )
+
+
+def _order_prompts(config: TrainerConfig, examples: list[Example]) -> PromptStream:
+    weights = weights_of(config)
+    if config.dataset_order == "adaptive":
+        remedy = f"{config.dataset_name} has weights: leave them out, or use shuffled"
+        config.check(weights is None, dataset_order=remedy)
+        rounds = config.steps_per_generation, config.max_policy_lag
+        return AdaptiveStream(examples, config.prompts_per_step, config.seed, *rounds)
+    order = order_of(config, examples)
+    return PromptStream(examples, config.prompts_per_step, config.seed, order, weights)
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:

@@ -20,6 +20,7 @@ from grpo.algorithm.loss import kl_divergence
 from grpo.client.reference import ReferenceClient
 from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.trainer import TrainerConfig
+from grpo.data.adaptive import AdaptiveStream
 from grpo.data.prompts import PromptStream
 from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.model.lora import AdapterOffReference
@@ -67,6 +68,9 @@ class Rounds:
             with clock("reward"):
                 by_function = self._reward(groups, attempt=0)
             greedy = self._reward_greedy(groups, clock, attempt=0)
+        if isinstance(self.stream, AdaptiveStream):
+            signals = groups_with_signal(by_function, self._weights, config, greedy).tolist()
+            self.stream.record(gather(dict(zip(ids, signals, strict=True))))
         replaced = self._replace(groups, by_function, greedy, steps[0], clock, requests)
 
         samples = [sample for group in groups for sample in make_samples(group)]

@@ -65,7 +65,7 @@ class Run:
         progress, (number, within) = self.progress, divmod(step - 1, self.config.updates_per_round)
         if progress.round != number:
             progress.batches, progress.resampled = self.rounds.collect(number, step - 1, beta, clock)
-            progress.round = number
+            progress.round, progress.signals = number, self.inputs.stream.signals
         return progress.batches[within % self.config.steps_per_generation]
 
     def reference_is_due(self, step: int) -> bool:
@@ -122,6 +122,7 @@ def set_up(
     progress = Progress(config.beta, config.entropy_coef, reference=first_reference)
     if checkpoint is not None:
         progress = checkpoints.load(checkpoint, engine)
+        inputs.stream.signals = progress.signals
     if publisher and checkpoint is not None:
         publisher.resume(progress.ref_step, progress.reference)
     elif publisher:

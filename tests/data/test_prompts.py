@@ -1,6 +1,9 @@
 """Loading from every kind of place, gold answers, prompts, and the order of training."""
 
 import json
+import math
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,6 +14,7 @@ import pytest
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.adaptive import AdaptiveStream
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import gold_answer
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
@@ -452,8 +456,51 @@ def test_a_given_order_is_kept_and_goes_on_from_the_start_in_the_same_step():
     for name, value in (("text", "'a'"), ("level", "None")):
         with pytest.raises(ConfigError, match=f"dataset_order='column:{name}': that column of .* has {value}: use num"):
             order_of(TrainerConfig(dataset_order=f"column:{name}"), rows)
-    with pytest.raises(ConfigError, match="dataset_order='random': use shuffled, as_is or column:NAME"):
+    with pytest.raises(ConfigError, match="dataset_order='random': use shuffled, adaptive, as_is or"):
         TrainerConfig(dataset_order="random")
+
+
+def adaptive(teaches: Callable[[int, int], bool], rounds: int, lag: int = 0) -> tuple[AdaptiveStream, list[list[int]]]:
+    """A stream over 20 prompts in rounds of 2 steps x 4, recorded by two ranks, and the prompts of its rounds."""
+    stream, drawn = AdaptiveStream(range(20), 4, 7, steps_per_round=2, max_lag=lag), []
+    for number in range(rounds):
+        stream.examples_of(2 * (number + lag))  # workers draw ahead
+        shares = [stream.groups_of((2 * number, 2 * number + 1), rank, 2) for rank in range(2)]
+        by_rank = [{group: teaches(prompt, number) for prompt, group in zip(*share, strict=True)} for share in shares]
+        stream.record(by_rank)
+        drawn.append(stream.examples_of(2 * number) + stream.examples_of(2 * number + 1))
+    return stream, drawn
+
+
+def test_a_prompt_is_taken_with_the_share_of_its_groups_that_had_a_signal():
+    """By the count of turns that such chances give on average."""
+    _, drawn = adaptive(lambda prompt, number: prompt < 10, rounds=200)
+    counts = Counter(prompt for prompts in drawn for prompt in prompts)
+    epochs = counts[0]
+    assert all(counts[prompt] == pytest.approx(epochs, rel=0.1) for prompt in range(10))  # one is not twice in a step
+    # Taken k times without a signal, it waits k + 1 turns on average: after n turns it came about sqrt(2 n) times.
+    expected = math.sqrt(2 * epochs)
+    seldom = [counts[prompt] for prompt in range(10, 20)]
+    assert expected / 2 < min(seldom) and sum(seldom) / 10 == pytest.approx(expected, rel=0.25)
+    assert {len({*prompts[:4]}) for prompts in drawn} == {len({*prompts[4:]}) for prompts in drawn} == {4}
+
+
+def test_the_signals_are_all_its_state_and_drawing_ahead_needs_none_that_is_not_there_yet():
+    for lag in (0, 2):
+        stream, drawn = adaptive(lambda prompt, number: (prompt + number) % 3 == 0, rounds=40, lag=lag)
+        again = AdaptiveStream(range(20), 4, 7, 2, lag)
+        again.signals = stream.signals[: 30 * 8]  # what a checkpoint after round 30 keeps
+        asked = [again.examples_of(2 * number) + again.examples_of(2 * number + 1) for number in range(31 + lag)]
+        assert asked[: len(drawn)] == drawn[: len(asked)]
+    always, never = (adaptive(lambda *_, has=has: has, 6)[1] for has in (True, False))
+    plain = PromptStream(range(20), 4, 7)
+    first_epoch = [prompt for step in range(5) for prompt in plain.examples_of(step)]
+    assert [prompt for prompts in always for prompt in prompts][:20] == first_epoch and always != never
+
+
+def test_an_adaptive_order_needs_groups_with_signals_and_no_weights():
+    with pytest.raises(ConfigError, match=r"dataset_order='adaptive': reinforce\+\+ may learn from a group of equal"):
+        TrainerConfig(dataset_order="adaptive", advantage_estimator="reinforce++")
 
 
 def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():

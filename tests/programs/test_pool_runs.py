@@ -37,16 +37,19 @@ from grpo.pool.store import Recording
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-LAG = {"sampler": "pool", "max_policy_lag": 1, "max_resample": 1, "reward_tolerance": 0.1}
+LAG = {"sampler": "pool", "max_policy_lag": 1, "max_resample": 1, "reward_tolerance": 0.1, "dataset_order": "adaptive"}
+PROMPTS = 8  # two steps: later ones draw by the record of these
 
 
 @pytest.fixture(scope="module")
-def words(model_folder, data_folder, letters):
+def words(model_folder, data_folder, letters, tmp_path_factory):
     """`words(run, **changes)`: the trainer's options."""
+    data = tmp_path_factory.mktemp("few") / "train.jsonl"
+    data.write_text("".join((data_folder / data.name).read_text().splitlines(keepends=True)[:PROMPTS]))
 
     def make(run: Path, **changes) -> list[str]:
         settings = {"max_steps": STEPS, "save_steps": 2, "eval_steps": 0, "beta": 0, "report_to": "none"}
-        return [*options(model_folder, data_folder, run, **(settings | changes)), *letters]
+        return [*options(model_folder, data.parent, run, **(settings | changes)), *letters]
 
     return make
 
@@ -109,6 +112,8 @@ def undisturbed(words, tmp_path_factory):
     with drawing(folder, "a", "b", "c") as served:
         finish(2, words(folder / "run", pool=served.url, save_steps=1, save_total_limit=0, **LAG))
     assert sum(row["resampled_groups"] for row in timeless(folder / "run")) > 0
+    first_draws = [prompt for _, attempt, _, prompt, _ in drawn(folder) if attempt == 0]
+    assert len({*first_draws[:PROMPTS]}) == PROMPTS > len({*first_draws[PROMPTS : 2 * PROMPTS]})  # some are left out
     return folder
 
 
