@@ -69,6 +69,7 @@ def parse(command: str) -> str:
 def test_a_programs_commands_are_accepted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     for command in commands(page):
         parsed = parse(command)
         if command.startswith("make "):

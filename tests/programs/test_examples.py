@@ -1,22 +1,31 @@
-"""The examples: the unit and the compose file of a server, and a game with its data and its player."""
+"""The examples: the unit and the compose file of a server, tasks with their rewards, a game, GRPO on one page."""
 
 import random
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import fields
+from importlib import import_module
+from itertools import islice
 
 import pytest
 import yaml
-from conftest import REPOSITORY
-from trainer_runs import lines
+from conftest import ENVIRONMENT, REPOSITORY
+from trainer_runs import finish, lines, options, reference, timeless
 
+import examples.countdown.task as countdown
+import examples.python_tests.task as python_tests
+import examples.sql.task as sql
+from demo.task import write_splits
+from examples import one_page, prepare
 from examples.guess_the_number.environment import GuessTheNumber
 from examples.guess_the_number.prepare import LARGEST, LUCKY, MAX_TURNS, Game, build_tokenizer, play, write_dataset
 from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.rewards.compute import load_reward_funcs
 from grpo.tools.session import EnvironmentClass
 
 EXAMPLES = REPOSITORY / "examples"
@@ -127,3 +136,98 @@ def test_the_settings_of_the_game_name_what_there_is(tmp_path, monkeypatch):
     assert environment.is_game and environment.gives_reward and environment.type.is_verdict
     tokenizer = build_tokenizer()
     assert all(len(tokenizer.encode(str(number))) == 1 for number in range(1, LARGEST + 1))
+
+
+def rewards_of(task, problems: list, texts: list[str]) -> list[float]:
+    rows = [task.row_of(problem) for problem in problems]
+    return task.reward(texts, **{name: [row[name] for row in rows] for name in rows[0]})
+
+
+@pytest.mark.parametrize("name", prepare.EXAMPLES)
+def test_a_task_rewards_what_is_right_and_its_settings_name_what_there_is(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    task, rng = import_module(f"examples.{name}.task"), random.Random(0)
+    problems = [*islice(task.problems(rng, False), 20)]
+    assert rewards_of(task, problems, [task.right(problem, rng) for problem in problems]) == [1.0] * 20
+    assert sum(rewards_of(task, problems, [task.wrong(problem, rng) for problem in problems])) < 8
+    assert rewards_of(task, problems[:1], [""]) == [0.0]
+    write_splits(tmp_path, 0, task.problems, task.row_of, task.TRAIN, task.TEST)
+    train, test = (lines(tmp_path / f"{split}.jsonl") for split in ("train", "test"))
+    assert not {row["question"] for row in train} & {row["question"] for row in test}
+    config = parse_arguments(TrainerConfig, "", ["--config", f"examples/{name}/settings.yaml"])
+    assert load_reward_funcs(config.reward_funcs)["reward"].__code__.co_filename.endswith(f"{name}/task.py")
+    assert config.prompts_per_step <= len(train) and config.model_name_or_path == f"runs/{name}/model"
+
+
+@pytest.mark.parametrize(
+    "text", ["9**2", "1+1", "2+7+9-9", "(9", "f(2)", "True+7", "2+7" + " " * 99, "9/0", "[9]", "7+2.0"]
+)
+def test_no_other_calculation_makes_the_number(text):
+    problem = countdown.Problem((2, 7, 8), 9)
+    assert not countdown.solves(text, problem.numbers, problem.target)
+    assert countdown.solves("(8-7)+8", (7, 8, 8), 9) and countdown.solves("8/2+7", (2, 7, 8), 11)
+
+
+HARMFUL = {
+    "while True: pass": 0.0,
+    "x = bytearray(1 << 30)\ndef f(x): return x": 0.0,
+    "open('big', 'wb').write(bytes(2 << 20))\ndef f(x): return x": 0.0,
+    "raise SystemExit": 0.0,
+    "def f(x): return 'x'": 0.0,
+    "def f(x): return x + (x > 0)": 0.6,
+    "import os\nprint(1)\ndef f(x): return x + len(os.environ.get('HOME', ''))": 1.0,  # no environment
+    "def f(x): return x \0": 0.0,
+}
+
+
+@pytest.mark.parametrize("code", HARMFUL)
+def test_code_runs_within_limits_and_earns_the_share_of_tests_that_it_passes(code):
+    assert python_tests.share_passed(code, [-1, 0, 1, 2, -5], [-1, 0, 1, 2, -5]) == HARMFUL[code]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DELETE FROM people",
+        "PRAGMA writable_schema = 1",
+        "ATTACH 'other' AS other",
+        "SELECT count(*) FROM people WHERE team = 'legal' AND age > 40; DROP TABLE people",
+        "SELECT count(*) FROM people a, people b, people c, people d",
+        "SELECT count(*) FROM sqlite_master, nothing",
+        "SELECT 1 \0",
+    ],
+)
+def test_a_query_can_only_read_and_not_for_long(query):
+    problem = sql.Problem("many", "legal", 40)
+    before, after = (rewards_of(sql, [problem] * 2, [text, problem.query]) for text in (query, query.lower()))
+    assert before == after == [0.0, 1.0]
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", prepare.EXAMPLES)
+def test_a_tiny_model_learns_the_task(name, tmp_path):
+    words = ["-m", "examples.prepare", name, "--folder", str(tmp_path)]
+    subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=ENVIRONMENT, check=True)
+    words = ["--config", f"examples/{name}/settings.yaml", "--output_dir", str(tmp_path / "run")]
+    words += ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
+    command = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "1", *words]
+    subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=True)
+    rewards = [row["reward"] for row in lines(tmp_path / "run/metrics.jsonl") if row["step"]]
+    assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3, rewards
+
+
+@pytest.mark.slow
+def test_the_page_computes_what_the_trainer_computes(model_folder, data_folder, tmp_path):
+    """Five steps of the same run: loss, rewards and the gradient's norm."""
+    with reference(model_folder, tmp_path / "server") as server:
+        changes = {"max_steps": 5, "ref_servers": server.url, "eval_steps": 0, "warmup_steps": 2, "learning_rate": 1e-3}
+        finish(1, options(model_folder, data_folder, tmp_path / "run", **changes))
+        settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+        names = {field.name for field in fields(TrainerConfig)}
+        given = {name: value for name, value in settings.items() if name in names and name != "deepspeed"}
+        rows = one_page.main(TrainerConfig(**given | {"port": server.port}))
+    expected = [row for row in timeless(tmp_path / "run") if row["step"]]
+    assert len(rows) == 5 and rows[-1]["eval_accuracy"] >= 0
+    for name in ("loss", "reward", "grad_norm"):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in expected], rel=1e-6, abs=1e-6), name
