@@ -93,7 +93,7 @@ def seed_row(seed: str, run: dict) -> dict[str, object]:
 
 
 def sides_table(results: dict[str, Runs], sides: list[str]) -> str:
-    """Return a table of sides at equal tokens: as many as every run of theirs and of GRPO has drawn."""
+    """Return a table of sides: at equal tokens, as many as all runs of theirs and of GRPO drew, and at their end."""
     sides = [GRPO, *(side for side in sides if side != GRPO)]
     tokens = min(sum(run["tokens"]) for side in sides for run in results[side].values())
     return rows_table([side_row(side, results[side], results[GRPO], tokens) for side in sides])
@@ -104,13 +104,16 @@ def side_row(side: str, runs: Runs, ours: Runs, tokens: float) -> dict[str, obje
     reached, base = ([at(tokens, accuracies(each[seed])) for seed in common] for each in (runs, ours))
     differences = [mine - theirs for mine, theirs in zip(reached, base, strict=True)]
     timed = alone([runs[seed] for seed in common])
+    seconds = [second for run in timed for second in run["seconds"]]
     return {
         "side": side + (f": `{SIDES[side]}`" if SIDES[side] else ""),
         "seeds": len(common),
         f"held-out after {tokens:,.0f} tokens, %": interval(reached),
         "above GRPO, points": "" if side == GRPO else interval(differences),
-        "minutes in steps": interval([at(tokens, minutes(run)) for run in timed]),
-        "seconds a step": f"{statistics.median(second for run in timed for second in run['seconds']):.1f}",
+        "minutes in steps": interval([at(tokens, minutes(run)) for run in timed]) if timed else "",
+        "seconds a step": f"{statistics.median(seconds):.1f}" if seconds else "",
+        "after all steps, %": interval([accuracies(runs[seed])[-1][1] for seed in common]),
+        "tokens of all steps": f"{statistics.mean(sum(runs[seed]['tokens']) for seed in common):,.0f}",
     }
 
 
