@@ -193,6 +193,19 @@ def has_signal(rewards: Tensor, tolerance: float) -> Tensor:
     return highest - lowest > tolerance
 
 
+def most_varied(rewards: Tensor, count: int) -> Tensor:
+    """Return the places of those `count` rewards of each group that have the largest variance: [groups, drawn] -> int64
+    [groups, count], ascending. NaN, no reward, stands for the group's mean.
+
+    They are the k highest and the count - k lowest, for some k (Xu et al. 2025, arXiv:2504.13818, section 3.2).
+    """
+    order = rewards.where(~rewards.isnan(), rewards.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0).sort(stable=True)
+    drawn = rewards.shape[1]
+    places = torch.stack([torch.cat([torch.arange(count - k), torch.arange(drawn - k, drawn)]) for k in range(count)])
+    best = order.values[:, places].var(dim=2, correction=0).argmax(dim=1)
+    return order.indices.gather(1, places[best]).sort(dim=1).values
+
+
 def std(rewards: Tensor) -> Tensor:
     """Return the std over the last dimension, ddof 1, without NaN; 0 of fewer than two."""
     count = (~rewards.isnan()).sum(dim=-1)

@@ -155,7 +155,20 @@ class RolloutSection(Section):
     HEADING = "rollouts"
 
     num_generations: int = option(8, "completions per prompt, whose rewards are compared", at_least=1, common=True)
+    num_draws: int | None = option(
+        None, "completions drawn per prompt, of which those num_generations are trained on whose rewards differ most"
+    )
     max_resample: int = option(0, "most times a step replaces prompts of equal rewards (DAPO)", at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.num_draws is None or self.num_draws >= self.num_generations
+        self.check(fits, num_draws=f"use num_generations={self.num_generations} or more")
+
+    @property
+    def draws(self) -> int:
+        """the completions that are drawn of a prompt"""
+        return self.num_draws or self.num_generations
 
 
 @dataclass

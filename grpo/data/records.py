@@ -60,13 +60,20 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt, which are compared with each other."""
+    """The completions of one prompt, of which those that are trained on are compared with each other."""
 
     id: int  # the group's place in the run: (step - 1) x prompts_per_step + its place in the step
     example: Example
     rollouts: list[Rollout]
     extra: list[dict[str, Any]] = field(default_factory=list)
     """the values that reward functions logged of each completion by log_extra, by column; empty without any"""
+    chosen: list[int] | None = None  # the places of the completions that are trained on; None: all
+
+    @property
+    def trained(self) -> dict[int, Rollout]:
+        """the completions that are trained on, by their places"""
+        places = range(len(self.rollouts)) if self.chosen is None else self.chosen
+        return {place: self.rollouts[place] for place in places}
 
 
 @dataclass
@@ -84,7 +91,7 @@ class Sample:
     old_logprobs: np.ndarray | None = None
     """float32 [T] of the policy as the sample's round began, not always the one that drew it; None: it is the same"""
     group_id: int = -1  # the id of its group; -1 without a group
-    place: int = -1  # its place among the group's completions, from 0
+    place: int = -1  # its place among the group's completions that are trained on, from 0
     drawn: np.ndarray | None = None
     """bool [len(completion_ids)], True for drawn tokens, False for those of answers; None: all are drawn"""
 
@@ -103,8 +110,8 @@ class StepBatch:
     """What one step of a round trains on: this rank's share."""
 
     groups: list[Group]
-    by_function: Tensor  # float64 [functions, groups, num_generations], NaN if a function does not apply
-    rewards: Tensor  # float64 [groups, num_generations], the weighted sum over functions
+    by_function: Tensor  # float64 [functions, groups, drawn completions], NaN if a function does not apply
+    rewards: Tensor  # float64 [groups, drawn completions], the weighted sum over functions
     signal: Tensor  # bool [groups], True if the group's completions teach something
     samples: list[Sample]  # groups x num_generations samples, group after group
     requests: dict[int, Future[list[np.ndarray]]] = field(default_factory=dict)
@@ -131,7 +138,8 @@ class StepBatch:
     def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all; pictures are
         bytes, for grpo/run/json_lines.py."""
-        copies = self.rewards.shape[1]
+        samples = iter(self.samples)
+        advantages = [{place: next(samples).advantage for place in group.trained} for group in self.groups]
         return [
             {
                 "prompt": group.example.prompt,
@@ -140,7 +148,7 @@ class StepBatch:
                 **({"messages": rollout.outcome.messages} if rollout.outcome is not None else {}),
                 "answer": group.example.gold,
                 "reward": self.rewards[row, column].item(),
-                "advantage": self.samples[row * copies + column].advantage,
+                "advantage": advantages[row].get(column),
                 **(group.extra[column] if group.extra else {}),
             }
             for row, group in enumerate(self.groups[:count])

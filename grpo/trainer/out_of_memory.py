@@ -50,7 +50,7 @@ def _sizes(error: BaseException) -> str:
 def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
     if phase in ("generate", EVALUATION):
         # Generate draws a group whole.
-        least = config.num_generations if config.sampler == "generate" and phase != EVALUATION else 1
+        least = config.draws if config.sampler == "generate" and phase != EVALUATION else 1
         if config.sequences_per_generate > least:
             return f"lower sequences_per_generate={config.sequences_per_generate}"
         return f"lower max_completion_length={config.max_completion_length} in a new run"

@@ -237,7 +237,7 @@ class PoolRun:
         self._needed, self._is_begun = 0, False
         self._files, config, turns = model_files(model, self.tokenizer), self.config, self.turns
         of_turns = {setting: getattr(config, setting) for setting in SETTINGS}
-        of_config = "num_generations", "max_completion_length", "temperature", "seed", "in_flight_weight_updates"
+        of_config = "max_completion_length", "temperature", "seed", "in_flight_weight_updates"
         self._run = RunInfo(
             run=self.checkpoints.identity,
             name=self.name,
@@ -245,6 +245,7 @@ class PoolRun:
             eos_token_ids=eos_token_ids(model, self.tokenizer),
             model_files=hashlib.sha256(self._files).hexdigest(),
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
+            num_generations=config.draws,
             turns=None if turns is None else RunTools.of(turns.tools, config.environment, [*turns.rewards], **of_turns),
             **{setting: getattr(config, setting) for setting in of_config},
         )

@@ -70,9 +70,9 @@ class RankWork:
         """the sequences in one call of generate, in training or evaluation"""
         config, groups = self.config, 0
         if config.sampler != "pool":
-            at_once = max(config.sequences_per_generate // config.num_generations, 1)
+            at_once = max(config.sequences_per_generate // config.draws, 1)
             groups = min(at_once, self.prompts * config.steps_per_generation)
-        return max(groups * config.num_generations, min(config.sequences_per_generate, self.held_out))
+        return max(groups * config.draws, min(config.sequences_per_generate, self.held_out))
 
     @property
     def sequence(self) -> int:
@@ -194,7 +194,7 @@ def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms
     groups = work.prompts * config.steps_per_generation
     calls = []
     if config.sampler != "pool":
-        calls.append(_continuous(model, work, device_type, groups, config.num_generations))
+        calls.append(_continuous(model, work, device_type, groups, config.draws))
     if work.held_out:
         calls.append(_continuous(model, work, device_type, min(config.sequences_per_generate, work.held_out), copies=1))
     return max(calls, key=total)

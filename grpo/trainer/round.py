@@ -8,14 +8,14 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from grpo.algorithm.advantages import advantages, groups_with_signal, total_rewards
+from grpo.algorithm.advantages import advantages, groups_with_signal, most_varied, total_rewards
 from grpo.algorithm.loss import kl_divergence
 from grpo.client.reference import ReferenceClient
 from grpo.client.server_errors import ServerError, ServersLost
@@ -72,6 +72,13 @@ class Rounds:
             signals = groups_with_signal(by_function, self._weights, config, greedy).tolist()
             self.stream.record(gather(dict(zip(ids, signals, strict=True))))
         replaced = self._replace(groups, by_function, greedy, steps[0], clock, requests)
+        compared_rewards = by_function
+        if config.num_draws is not None:
+            chosen = most_varied(total_rewards(by_function, self._weights), config.num_generations)
+            groups = [replace(group, chosen=row) for group, row in zip(groups, chosen.tolist(), strict=True)]
+            compared_rewards = by_function.gather(2, chosen.expand(len(by_function), -1, -1))
+            if self.client is not None:
+                self._ask(groups, requests)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -92,7 +99,7 @@ class Rounds:
         penalty = penalty.view(len(groups), -1)
         lengths = torch.tensor([sample.tokens for sample in samples]).view(len(groups), -1)
         # Some ways to compare look at the rewards of all ranks.
-        by_rank = zip(*gather((by_function, greedy, penalty, lengths)), strict=True)
+        by_rank = zip(*gather((compared_rewards, greedy, penalty, lengths)), strict=True)
         of_all = [torch.cat(parts, dim) for parts, dim in zip(by_rank, (1, 1, 0, 0), strict=True)]
         all_rewards, all_greedy, *penalties_and_lengths = of_all
         compared = advantages(all_rewards, self._weights, config, *penalties_and_lengths, all_greedy)
@@ -112,7 +119,7 @@ class Rounds:
 
     def _ask(self, groups: list[Group], requests: ReferenceRequests) -> None:
         asked = [
-            (f"group {group.id}", group.example.prompt_ids, [rollout.completion_ids for rollout in group.rollouts])
+            (f"group {group.id}", group.example.prompt_ids, [each.completion_ids for each in group.trained.values()])
             for group in groups
         ]
         requests |= zip((group.id for group in groups), self.client.request_groups(asked), strict=True)
@@ -124,13 +131,14 @@ class Rounds:
         def ask(ended: dict[int, list[Rollout]]) -> None:
             self._ask([Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()], requests)
 
-        config, on_groups = self.config, ask if self.client is not None else None
+        config = self.config
+        on_groups = ask if self.client is not None and config.num_draws is None else None
         seed = config.seed + (attempt << 32)  # a replacement has its group's id, so it is drawn with another seed
-        sampled = self.sampler.sample(examples, config.num_generations, config.temperature, seed, on_groups, ids)
+        sampled = self.sampler.sample(examples, config.draws, config.temperature, seed, on_groups, ids)
         return list(map(Group, ids, examples, sampled))
 
     def _reward(self, groups: list[Group], attempt: int) -> torch.Tensor:
-        """Compute the groups' rewards: float64 [functions, groups, num_generations], NaN if one does not apply."""
+        """Compute the groups' rewards: float64 [functions, groups, drawn completions], NaN if one does not apply."""
         logged = Logged()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         examples = [group.example for group in groups for _ in group.rollouts]
@@ -212,7 +220,7 @@ class Rounds:
 def make_samples(group: Group) -> list[Sample]:
     """Make the update's samples of a group's completions."""
     samples = []
-    for place, rollout in enumerate(group.rollouts):
+    for place, rollout in enumerate(group.trained.values()):
         sample = Sample(group.example.prompt_ids, rollout.completion_ids, rollout.finished)
         sample.group_id, sample.place = group.id, place
         sample.drawn = None if rollout.drawn is None else np.asarray(rollout.drawn, bool)

@@ -4,7 +4,7 @@ the user's own."""
 import math
 import random
 import statistics
-from itertools import product
+from itertools import combinations, product
 from typing import get_args, get_type_hints
 
 import oracle
@@ -14,7 +14,14 @@ from careless import unchanged
 from oracle import known
 from ragged import documented, named
 
-from grpo.algorithm.advantages import ESTIMATORS, advantages, group_advantages, groups_with_signal, try_estimator
+from grpo.algorithm.advantages import (
+    ESTIMATORS,
+    advantages,
+    group_advantages,
+    groups_with_signal,
+    most_varied,
+    try_estimator,
+)
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import ADVANTAGE_ESTIMATORS, LossSection
 
@@ -299,3 +306,20 @@ def test_what_cannot_be_used_is_refused_before_the_run(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"^advantage_estimator='{file}:compare': .*{reason}"):
             try_estimator(f"{file}:compare", 4)
+
+
+@pytest.mark.parametrize("drawn, count", [(2, 1), (3, 2), (5, 5), (7, 2), (7, 4), (9, 6)])
+def test_no_other_completions_of_a_group_have_rewards_of_larger_variance(drawn, count):
+    """By trying every subset."""
+    chance = random.Random(drawn)
+    groups = [[chance.choice([0.0, 1.0, chance.gauss(0, 1)]) for _ in range(drawn)] for _ in range(200)]
+    chosen = most_varied(torch.tensor(groups, dtype=torch.float64), count).tolist()
+    for rewards, places in zip(groups, chosen, strict=True):
+        assert places == sorted({*places}) and len(places) == count
+        best = max(statistics.pvariance(subset) for subset in combinations(rewards, count))
+        assert statistics.pvariance([rewards[place] for place in places]) == pytest.approx(best)
+
+
+def test_of_equal_rewards_the_first_are_chosen_and_one_without_reward_before_nothing():
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, NAN, 1.0, NAN], [NAN] * 4], dtype=torch.float64)
+    assert most_varied(rewards, 2).tolist() == [[0, 1], [0, 2], [0, 1]]

@@ -71,6 +71,7 @@ IMPOSSIBLE = {
     "--report_to comet": "report_to='comet': use tensorboard, wandb",
     "--loss_type ppo": "loss_type='ppo': use grpo, bnpo",
     "--advantage_estimator gae": "advantage_estimator='gae': use grpo, rloo",
+    "--num_draws 4": "num_draws=4: use num_generations=8 or more",
     "--num_generations 1": "num_generations=1: grpo compares a prompt's completions",
     "--scale_rewards batch --advantage_estimator opo": "scale_rewards='batch': opo does not divide by",
     "--scale_rewards none --advantage_estimator reinforce++": "scale_rewards='none': reinforce++ always divides",

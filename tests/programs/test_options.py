@@ -1,9 +1,11 @@
 """What the options that change learning do in a real run: rounds of generation, dynamic sampling, KL in the reward."""
 
+import re
 import shutil
 import zlib
 
 import pytest
+import requests
 import torch
 from trainer_runs import finish, lines, options, timeless
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,6 +73,33 @@ def test_prompts_without_signal_are_replaced(run, tmp_path):
     assert all(row["resampled_groups"] >= 1 for row in rows)
     prompts = {sample["prompt"] for samples in by_step(tmp_path / "resampled").values() for sample in samples}
     assert all(zlib.crc32(prompt.encode()) % 2 for prompt in prompts)
+
+
+def test_more_are_drawn_than_trained_on_and_the_reference_is_asked_about_these_alone(run, server, tmp_path):
+    """On two ranks, and goes on bit for bit with the same."""
+    changes = {"num_draws": 6, "num_generations": 2, "steps_per_generation": 2, "max_steps": 4, "save_steps": 1}
+    changes |= {"save_total_limit": 0, "ranks": 2}
+    before = scored(server)
+    _, rows = run(**changes)
+    assert scored(server) - before == rows[-1]["num_tokens"] - 4 * 4 * 2  # without the last token of a sequence
+    for samples in by_step(tmp_path / "run").values():
+        for start in range(0, len(samples), 6):
+            group = samples[start : start + 6]
+            trained = [sample for sample in group if sample["advantage"] is not None]
+            assert len({sample["prompt"] for sample in group}) == 1 and len(trained) == 2
+            rewards = [sample["reward"] for sample in group]
+            assert {sample["reward"] for sample in trained} == {min(rewards), max(rewards)}
+            assert sum(sample["advantage"] for sample in trained) == pytest.approx(0)
+    straight = timeless(tmp_path / "run")
+    forget(tmp_path / "run", (2, 3, 4))
+    output, _ = run(**changes, resume_from_checkpoint="last")
+    assert "goes on after step 1" in output and timeless(tmp_path / "run") == straight
+
+
+def scored(server) -> float:
+    """The tokens that the server has scored."""
+    text = requests.get(f"{server.url}/metrics", timeout=10).text
+    return float(re.search(r"^grpo_ref_tokens_total ([\d.e+]+)", text, re.MULTILINE)[1])
 
 
 def test_the_kl_in_the_reward_moves_the_advantages(run, tmp_path):

@@ -38,7 +38,8 @@ from grpo.pool.store import Recording
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-LAG = {"sampler": "pool", "max_policy_lag": 1, "max_resample": 1, "reward_tolerance": 0.1, "dataset_order": "adaptive"}
+LAG = {"sampler": "pool", "max_policy_lag": 1, "max_resample": 1, "reward_tolerance": 0.15}
+LAG |= {"dataset_order": "adaptive", "num_draws": 5}
 PROMPTS = 8  # two steps: later ones draw by the record of these
 
 
