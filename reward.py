@@ -42,6 +42,8 @@ from importlib.util import find_spec
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ENDING = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>|<eos>|</s>)*")
+BOXED_FORMAT = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+NUMBER_IN_TEXT = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
@@ -79,6 +81,26 @@ def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[flo
 
 
 format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it is eval_format
+
+
+def boxed_format_reward(completions, **kwargs) -> list[float]:
+    r"""Return 1.0 for `<think>...</think>` and a `\boxed{...}` after it, else 0.0, as EasyR1's math.py judges it."""
+    return [float(bool(BOXED_FORMAT.fullmatch(text_of(completion)))) for completion in completions]
+
+
+boxed_format_reward.full_reward = 1.0
+
+
+def last_number_reward(completions, answer, **kwargs) -> list[float | None]:
+    """Return 1.0 if the last number of the text has the gold's value, else 0.0: for answers without tags."""
+    found = [NUMBER_IN_TEXT.findall(text_of(completion))[-1:] for completion in completions]
+    return [
+        None if gold is None else float(bool(last) and to_number(last[0]) == to_number(gold))
+        for last, gold in zip(found, answer, strict=True)
+    ]
+
+
+last_number_reward.is_verdict = True
 
 
 # From here on: how an answer is compared with the gold. Your own functions need nothing of it.

@@ -6,9 +6,10 @@ import copy
 import importlib
 import inspect
 import json
+import math
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -151,7 +152,7 @@ def _begin_call(function: Callable | RewardScorer, batch: RewardBatch, logged: L
 
 def _check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
     """Return the rewards as a list. Raises Misuse unless it and each logged column have a value per completion."""
-    count = len(batch.completions)
+    count, returned = len(batch.completions), _take_parts_out(returned, logged)
     if returned is None:
         raise Misuse("returned None: is a `return` missing?")
     if not isinstance(returned, Iterable):
@@ -164,6 +165,25 @@ def _check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
         if len(values) != count:
             raise Misuse(f"gave log_extra {len(values)} values of {column!r} for {count} completions")
     return rewards
+
+
+def _take_parts_out(returned: Any, logged: Logged) -> Any:
+    """Return what is called "overall" in a dict of lists or a list of dicts, as EasyR1's functions return them; log the
+    rest of each completion, and as metrics. Return anything else unchanged. Raises Misuse without an "overall"."""
+    is_rows = isinstance(returned, Sequence) and returned and all(isinstance(row, Mapping) for row in returned)
+    if is_rows:
+        returned = {name: [row.get(name) for row in returned] for name in returned[0]}
+    if not isinstance(returned, Mapping):
+        return returned
+    parts = dict(returned)
+    if "overall" not in parts:
+        raise Misuse(f"returned {', '.join(map(str, parts))} without 'overall', which is trained on: add it")
+    overall = parts.pop("overall")
+    for name, values in parts.items():
+        logged.log_extra(name, values)
+        for value in values:
+            logged.log_metric(f"rewards/{name}/mean", math.nan if value is None else value)
+    return overall
 
 
 def make_error(name: str, error: BaseException, completion: str | None = None) -> RewardError:

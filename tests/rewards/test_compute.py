@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import pickle
 import signal
 from fractions import Fraction
@@ -212,6 +213,23 @@ def test_what_functions_log_is_plain_data(function):
     assert logged.extra == {"length": [1, 2, 3], "odd": [None, {"deep": [None]}, "<class 'object'>"]}
     assert logged.metrics == {"letters": [1.0, 2.0, 3.0]}
     to_json(logged.extra)
+
+
+ROWS = [{"overall": 0.9, "format": 0, "accuracy": 1.0}, {"overall": 0.1, "format": 1, "accuracy": None}]
+COLUMNS = {"overall": np.array([0.9, 0.1]), "format": [0, 1], "accuracy": [1.0, None]}
+
+
+@pytest.mark.parametrize("returned", [ROWS, COLUMNS], ids=["list of dicts", "dict of lists"])
+def test_of_rewards_in_parts_the_overall_trains_and_the_others_are_logged(returned):
+    logged = Logged()
+    rewards = compute_rewards({"f": lambda **_: returned}, ["p"] * 2, ["a", "b"], {}, logged=logged)
+    assert rewards.tolist() == [[0.9, 0.1]]
+    assert logged.extra == {"format": [0, 1], "accuracy": [1.0, None]}
+    assert logged.metrics["rewards/format/mean"] == [0.0, 1.0]
+    assert logged.metrics["rewards/accuracy/mean"][0] == 1.0 and math.isnan(logged.metrics["rewards/accuracy/mean"][1])
+    rest = [{"format": 1.0}] * 2 if isinstance(returned, list) else {"format": [1.0] * 2}
+    with pytest.raises(RewardError, match="'f' returned format without 'overall', which is trained on: add it"):
+        compute_rewards({"f": lambda **_: rest}, ["p"] * 2, ["a", "b"], {})
 
 
 def test_what_calls_on_single_completions_log_is_that_of_the_batch():

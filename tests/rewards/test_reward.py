@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from processes import is_alive, wait_until_dead
 
 import reward
-from reward import MathProcess, correctness_reward, format_reward, to_number
+from reward import MathProcess, boxed_format_reward, correctness_reward, format_reward, last_number_reward, to_number
 
 unhurried = settings(deadline=None)
 
@@ -632,3 +632,23 @@ def test_math_verify_ends_with_its_parent_even_in_a_computation_and_never_runs_i
 def test_math_verify_survives_any_text(text, gold):
     pytest.importorskip("math_verify")
     assert correctness(text, gold) in {0.0, 1.5, 2.0}
+
+
+BOXED = {
+    "<think>2+2</think> So \\boxed{4}.": 1.0,
+    " <think>2\n+2</think>\n\\boxed{\\frac{1}{2}}": 1.0,
+    "<think>2+2</think> 4": 0.0,
+    "\\boxed{4} <think>2+2</think>": 0.0,
+    "Well, <think>2+2</think> \\boxed{4}": 0.0,
+}
+
+
+@pytest.mark.parametrize("completion", BOXED)
+def test_a_box_after_the_thought_is_the_form_of_easyr1(completion):
+    assert boxed_format_reward([completion]) == [BOXED[completion]]
+
+
+def test_the_last_number_of_a_text_is_its_answer():
+    texts = ["It is 1,234.0 in all.", "3 or 4", "4 or 3.", "none", "minus -5", "x 2"]
+    golds = ["1234", "3", "3", "3", "-5", None]
+    assert last_number_reward(texts, golds) == [1.0, 0.0, 1.0, 0.0, 1.0, None]
