@@ -136,7 +136,8 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
 
 
 def _is_file(config: EvaluateConfig) -> bool:
-    return Path(config.dataset_name).expanduser().is_file() and not is_mixture(config)
+    is_whole = config.eval_holdout == 0 and not is_mixture(config)
+    return is_whole and Path(config.dataset_name).expanduser().is_file()
 
 
 def _split(config: EvaluateConfig) -> str:

@@ -101,6 +101,11 @@ class DataSection(Section):
     dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
     dataset_train_split: str = option("train", "split to train on")
     dataset_test_split: str = option("test", "split to evaluate on", common=True)
+    eval_holdout: float = option(
+        0,
+        "rows of dataset_train_split to evaluate on and never train on, in place of a test split; below 1: a share",
+        at_least=0,
+    )
     dataset_prompt_column: str = option(
         "question", "column of the prompt, text or chat messages; the default also means prompt", common=True
     )
@@ -156,7 +161,9 @@ class RolloutSection(Section):
 
     num_generations: int = option(8, "completions per prompt, whose rewards are compared", at_least=1, common=True)
     num_draws: int | None = option(
-        None, "completions drawn per prompt, of which those num_generations are trained on whose rewards differ most"
+        None,
+        "completions drawn per prompt, of which those num_generations are trained on whose rewards differ most",
+        at_least=1,
     )
     max_resample: int = option(0, "most times a step replaces prompts of equal rewards (DAPO)", at_least=0)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from grpo.config.errors import ConfigError, one_line
 from grpo.config.sampling_settings import AnsweringConfig
@@ -21,7 +24,21 @@ _WITHOUT_ROWS = "corresponds to no data", "BatchSize must be greater than 0"
 
 
 def load_rows(config: AnsweringConfig, split: str):
-    """Load a split as a `datasets.Dataset`. Raises ConfigError, naming the faulty line, if it cannot be loaded."""
+    """Load a split as a `datasets.Dataset`; with eval_holdout a part of the training split, the same rows whatever the
+    seed. Raises ConfigError, naming the faulty line, if it cannot be loaded."""
+    if config.eval_holdout == 0:
+        return _load_split(config, split)
+    remedy = f"dataset_test_split={config.dataset_test_split!r} is the split to train on: name another"
+    config.check(config.dataset_test_split != config.dataset_train_split, eval_holdout=remedy)
+    rows = _load_split(config, config.dataset_train_split)
+    size = math.ceil(config.eval_holdout * (len(rows) if config.eval_holdout < 1 else 1))
+    config.check(size < len(rows), eval_holdout=f"{config.dataset_name} has {len(rows)} rows: leave some to train on")
+    order = np.random.default_rng(0).permutation(len(rows))
+    chosen = order[size:] if split == config.dataset_train_split else order[:size]
+    return rows.select(np.sort(chosen))
+
+
+def _load_split(config: AnsweringConfig, split: str):
     import datasets
 
     name, files = config.dataset_name, _files(config, split)
@@ -98,7 +115,7 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
     if path.is_file():
         if split != config.dataset_train_split:
             names = f"{config.dataset_train_split}{path.suffix} and {split}{path.suffix}"
-            reason = f"{path} is a single file: give a folder with {names}, or set eval_steps to 0"
+            reason = f"{path} is a single file: set eval_holdout, or give a folder with {names}, or set eval_steps to 0"
             raise ConfigError(f"dataset_test_split={split!r}: {reason}")
         files = [path]
     else:

@@ -13,11 +13,13 @@ import pytest
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
+from grpo.config.programs import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.adaptive import AdaptiveStream
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import gold_answer
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
+from grpo.evaluate import _split
 from grpo.trainer.dry_run import dry_run
 
 ROWS = [
@@ -52,6 +54,33 @@ def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
     assert second.columns == {"question": "Two and two?", "answer": "4", "level": 2}
     assert first.prompt == "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(first.prompt_ids) == first.prompt
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "folder/train.csv"])
+def test_rows_that_are_held_out_are_evaluated_on_and_never_trained_on(tmp_path, tokenizer, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".csv":
+        path.write_text("question,answer\n" + "".join(f"{number}?,{number}\n" for number in range(10)))
+    else:
+        write(path, [{"question": f"{number}?", "answer": f"{number}"} for number in range(10)])
+    data = path if "jsonl" in name else path.parent
+
+    def golds(split: str, *options: str) -> list[str]:
+        return [each.gold for each in load_examples(config(data, *options), split, tokenizer, progress=False)]
+
+    for holdout, size in (("3", 3), ("0.25", 3), ("0.01", 1)):
+        trained, held_out = (golds(split, "--eval_holdout", holdout) for split in ("train", "test"))
+        assert len(held_out) == size and sorted(trained + held_out) == [*map(str, range(10))]
+        assert held_out == golds("test", "--eval_holdout", holdout, "--seed", "7")  # runs can be compared
+    with pytest.raises(ConfigError, match="eval_holdout=10.0: .* has 10 rows: leave some to train on"):
+        golds("test", "--eval_holdout", "10")
+    with pytest.raises(
+        ConfigError, match="eval_holdout=1.0: dataset_test_split='train' is the split to train on: name"
+    ):
+        golds("train", "--eval_holdout", "1", "--dataset_test_split", "train")
+    evaluation = EvaluateConfig(dataset_name=str(data), eval_holdout=3)
+    assert _split(evaluation) == "test"  # of a single file too
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
