@@ -6,11 +6,13 @@
 The second needs no GPU: it starts two CPU processes. The options are those of `ref_server.py` and
 `grpo_ref_split.py`. With two GPUs or more the server gets the last one; with one GPU it shares that with the trainer.
 `--beta 0`, `--ref adapter_off` and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its step and
-save, then everything ends; a second Ctrl-C ends at once.
+save, then everything ends; a second Ctrl-C ends at once. Out of memory, the run goes on twice by itself, with half of
+the setting that failed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -29,7 +31,7 @@ import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import free_port, start_logging, start_program
-from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
+from grpo.config.errors import COMMAND, LOWERED, ConfigError, program_name, say_once
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.record_settings import settings_in
@@ -39,6 +41,7 @@ log = logging.getLogger("grpo.launch")
 
 _GRACE = 30.0  # seconds in which the other ranks may end by themselves after one has failed
 _AFTER_FIRST = 2.0  # the same after the first rank, whose error the others would say again (say_once)
+_MOST_LOWERED = 2  # times that a run out of memory goes on with a lower setting
 _POLL = 0.2  # seconds between two looks at the processes
 
 
@@ -65,6 +68,16 @@ def launch(config: LaunchConfig) -> int:
                 programs.start_server()
             programs.start_trainer(ranks, cards)
             code = programs.wait()
+            for _ in range(_MOST_LOWERED):
+                if not (code and (lowered := programs.take_lowered())):
+                    break
+                ((name, value),) = lowered.items()
+                log.warning("the run goes on with %s=%d instead of %d", name, value, getattr(config, name))
+                setattr(config, name, value)
+                config.resume_from_checkpoint = "last"
+                settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
+                programs.start_trainer(ranks, cards)
+                code = programs.wait()
         finally:
             programs.end()
     if code == 0 and not config.dry_run and finished_steps(run) < settings_in(run).get("max_steps", math.inf):
@@ -96,6 +109,8 @@ class Programs:
 
     def __init__(self, settings: Path, server_cards: list[str], server_url: str) -> None:
         self._settings, self._server_cards, self._server_url = settings, server_cards, server_url
+        self._lowered = settings.with_name("lowered.json")  # a rank out of memory writes it
+        self._is_asked_to_stop = False
         self._ranks: list[subprocess.Popen] = []
         self._server: subprocess.Popen | None = None
 
@@ -112,6 +127,7 @@ class Programs:
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
                 signal.signal(number, self._pass_on)
         shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        shared |= {LOWERED: self._lowered}
         for rank in range(ranks):
             self._ranks.append(self._start("grpo_ref_split.py", cards, shared | {"RANK": rank, "LOCAL_RANK": rank}))
 
@@ -121,7 +137,19 @@ class Programs:
         environment = os.environ | {name: str(value) for name, value in environment.items()}
         return start_program([str(PROGRAMS / program), "--config", str(self._settings)], environment)
 
+    def take_lowered(self) -> dict[str, int]:
+        """Return the setting that a rank out of memory would lower, with its new value, after the end of all ranks.
+        Empty where no rank has named one, or the run was asked to stop."""
+        self._end_ranks()
+        self._ranks.clear()
+        if self._is_asked_to_stop or not self._lowered.exists():
+            return {}
+        lowered = json.loads(self._lowered.read_text(encoding="utf-8"))
+        self._lowered.unlink()
+        return lowered
+
     def _pass_on(self, number: int, frame: FrameType | None = None) -> None:
+        self._is_asked_to_stop = True
         for process in self._ranks:
             process.send_signal(number)
 
@@ -161,13 +189,16 @@ class Programs:
 
     def end(self) -> None:
         """Kill the ranks that are left, and let the server end."""
+        self._end_ranks()
+        if self._server is not None:
+            self._server.terminate()
+            self._server.wait()
+
+    def _end_ranks(self) -> None:
         for process in self._ranks:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        if self._server is not None:
-            self._server.terminate()
-            self._server.wait()
 
 
 def main() -> int:

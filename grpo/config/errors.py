@@ -15,6 +15,8 @@ from typing import Any
 
 COMMAND = "GRPO_COMMAND"
 """the environment variable with the command that the user typed, for the programs that grpo.launch starts"""
+LOWERED = "GRPO_LOWERED"
+"""the variable by which grpo.launch names the file in which a rank out of memory leaves a lower setting"""
 
 LAUNCHER_VARIABLES = (
     "a launcher sets RANK and LOCAL_RANK, both below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT: start under one, "

@@ -1,19 +1,27 @@
-"""Turns a rank's lack of memory into one sentence: the phase, the size of the request, and the setting to lower."""
+"""Turns a rank's lack of memory into one sentence: the phase, the size of the request, and the setting to lower.
+
+`grpo launch` names a file in which a rank leaves that setting, and goes on by itself with a lower one.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from grpo.config.errors import LOWERED
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import is_out_of_memory
 
 START, EVALUATION = "the start", "evaluation"  # places outside of a step's phases
 
+_OF_ROWS, _OF_BATCHES = ("generate", EVALUATION), ("update", "routers", "old_logprobs", "ref_logprobs")
 _GIB = 2**30
 
 
@@ -33,7 +41,10 @@ def explain_shortage(
         if not is_out_of_memory(error):
             raise
         where, phase = place()
-        remedy = _remedy(error, phase, config)
+        lowered, remedy = _lowered(error, phase, config), _remedy(error, phase, config)
+        if lowered and (path := os.environ.get(LOWERED)):
+            Path(path).write_text(json.dumps(lowered), encoding="utf-8")
+        remedy = ", ".join(f"lower {name}={getattr(config, name)}" for name in lowered) or remedy
         raise OutOfMemory(f"out of memory in {where}{_sizes(error)}: {remedy}; {way_on()}") from None
 
 
@@ -47,18 +58,30 @@ def _sizes(error: BaseException) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
-    if phase in ("generate", EVALUATION):
+def _lowered(error: BaseException, phase: str, config: TrainerConfig) -> dict[str, int]:
+    """Return the setting that needs less memory with half of its value, but no less than it can have: the run's numbers
+    do not depend on it. Empty where it has its least, or would not help."""
+    if phase in _OF_ROWS:
         # Generate draws a group whole.
-        least = config.draws if config.sampler == "generate" and phase != EVALUATION else 1
-        if config.sequences_per_generate > least:
-            return f"lower sequences_per_generate={config.sequences_per_generate}"
+        name, least = (
+            "sequences_per_generate",
+            config.draws if config.sampler == "generate" and phase != EVALUATION else 1,
+        )
+    elif phase in _OF_BATCHES and not (phase == "update" and _of_gradients(error)):
+        name, least = "micro_batch_tokens", config.longest_sequence
+    else:
+        return {}
+    value = getattr(config, name)
+    return {name: max(least, value // 2)} if value > least else {}
+
+
+def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
+    """Return what helps where no lower setting does."""
+    if phase in _OF_ROWS:
         return f"lower max_completion_length={config.max_completion_length} in a new run"
     if phase == "update" and _of_gradients(error):
         return "lower reduce_bucket_size in the DeepSpeed file, use more ranks, or use_peft"
-    if phase in ("update", "routers", "old_logprobs", "ref_logprobs"):
-        if config.micro_batch_tokens > config.longest_sequence:
-            return f"lower micro_batch_tokens={config.micro_batch_tokens}"
+    if phase in _OF_BATCHES:
         if not config.gradient_checkpointing:
             return "set gradient_checkpointing"
         return f"lower max_completion_length={config.max_completion_length} in a new run, or use more ranks"

@@ -112,6 +112,47 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
     assert (run / "model/model.safetensors").exists()
 
 
+TIGHT = """
+import torch
+from grpo.algorithm.loss_types import mean_of_tokens
+
+def tight(inputs, settings):
+    if len(inputs.logprobs) > {most}:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity")
+    return -inputs.advantages * inputs.ratio, mean_of_tokens(inputs), {{}}
+"""
+
+
+@pytest.mark.slow
+def test_out_of_memory_a_run_goes_on_with_half_and_ends_with_the_bits_of_one_that_began_so(
+    model_folder, data_folder, tmp_path
+):
+    """A loss that fails above so many tokens stands in for the card."""
+    loss = tmp_path / "mine.py"
+    changes = {"nproc_per_node": 1, "eval_steps": 0, "beta": 0, "report_to": "none", "loss_type": f"{loss}:tight"}
+
+    def train(name: str, budget: int) -> tuple[int, str]:
+        words = options(model_folder, data_folder, tmp_path / name, **changes, micro_batch_tokens=budget)
+        process = begin(words)
+        output, _ = process.communicate(timeout=240)
+        return process.returncode, output
+
+    loss.write_text(TIGHT.format(most=300))
+    code, output = train("lowered", 1200)
+    assert code == 0, output
+    told = re.findall(r"the run goes on with (\w+=\d+) instead of (\d+)", output)
+    assert told == [("micro_batch_tokens=600", "1200"), ("micro_batch_tokens=300", "600")], output
+    assert train("small", 300)[0] == 0
+    whole, small = (lines(tmp_path / name / "metrics.jsonl") for name in ("lowered", "small"))
+    assert [row["loss"] for row in whole] == [row["loss"] for row in small] and len(whole) == 3
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("lowered", "small")]
+    assert weights[0] == weights[1]
+
+    loss.write_text(TIGHT.format(most=60))
+    code, output = train("never", 1200)
+    assert code == 1 and output.count("the run goes on with") == 2 and "lower micro_batch_tokens=300" in output
+
+
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
