@@ -269,7 +269,8 @@ def test_a_recording_reads_while_the_pool_writes_and_after_and_where_nothing_can
     os.chmod(path, 0o444)
     os.chmod(tmp_path, 0o555)
     try:
-        assert Recording(path).find((1, 0)) == (task, drawn(task))
+        with closing(Recording(path)) as recording:
+            assert recording.find((1, 0)) == (task, drawn(task))
         assert os.listdir(tmp_path) == ["run.sqlite"]
     finally:
         os.chmod(tmp_path, 0o755)
@@ -365,6 +366,7 @@ def test_a_flipped_bit_is_never_read_as_something_else(path):
     with pytest.raises(ServersLost) as lost:
         replay.take([(1, 0), (2, 0)], 0)
     assert str(lost.value) == f"replay={path!r}: {is_damaged}"
+    replay._recording.close()
 
 
 @pytest.mark.parametrize("name", ["run.sqlite", "run.sqlite-wal"])

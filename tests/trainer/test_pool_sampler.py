@@ -73,15 +73,20 @@ def example(index: int, **columns) -> Example:
 def draw(settings, ranks, tokenizer, tmp_path):
     """`draw(examples, **changes)`: the groups of a round, and the source that they came from."""
 
+    sources = []
+
     def sample(examples, **changes):
         count, config = len(examples), settings(prompts_per_step=len(examples), **changes)
         source = Kept(tmp_path / "pool.sqlite")
+        sources.append(source)
         ask, stream = Retrier(source, 900.0, threading.Event()), PromptStream(examples, count, seed=0)
         sampler = PoolSampler(config, source, ask, None, tokenizer, [2], stream, ranks)
         sampler.update_weights(0)
         return sampler.sample(examples, 2, 1.0, config.seed, ids=range(count)), source
 
-    return sample
+    yield sample
+    for source in sources:
+        source.store.close()
 
 
 def test_a_task_has_its_row_and_a_rollout_its_segments(draw, tokenizer):
