@@ -106,7 +106,7 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
     """Format the metrics for people."""
-    data = config.dataset_name if _is_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
+    data = config.dataset_name if _is_whole_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
     samples, number, percent, tokens = config.num_generations_eval, (3, 1, ""), (1, 100, " %"), (1, 1, "")
     by_function = [name for name in metrics if name.startswith("eval_rewards/")]
     rows = [
@@ -135,14 +135,14 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
     return "\n".join([*lines, f"  {count:,} tokens in {seconds:.1f} s: {count / seconds:,.0f} a second"])
 
 
-def _is_file(config: EvaluateConfig) -> bool:
+def _is_whole_file(config: EvaluateConfig) -> bool:
     is_whole = config.eval_holdout == 0 and not is_mixture(config)
     return is_whole and Path(config.dataset_name).expanduser().is_file()
 
 
 def _split(config: EvaluateConfig) -> str:
     """Return the split to load. A single file has none: it is loaded as the trainer loads its training data, whole."""
-    return config.dataset_train_split if _is_file(config) else config.dataset_test_split
+    return config.dataset_train_split if _is_whole_file(config) else config.dataset_test_split
 
 
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:

@@ -197,7 +197,8 @@ def most_varied(rewards: Tensor, count: int) -> Tensor:
     """Return the places of those `count` rewards of each group that have the largest variance: [groups, drawn] -> int64
     [groups, count], ascending. NaN, no reward, stands for the group's mean.
 
-    They are the k highest and the count - k lowest, for some k (Xu et al. 2025, arXiv:2504.13818, section 3.2).
+    They are the k highest and the count - k lowest, for some k (Xu et al. 2025, arXiv:2504.13818: max-variance
+    down-sampling).
     """
     order = rewards.where(~rewards.isnan(), rewards.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0).sort(stable=True)
     drawn = rewards.shape[1]

@@ -58,8 +58,9 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
     path, settings = read_answering(model)
     if "reward_funcs" in given:  # weights are for the functions that they were written with
         settings.pop("reward_weights", None)
-    if "dataset_name" in given:  # another dataset has other configurations
+    if "dataset_name" in given:  # another dataset has other configurations and splits
         settings.pop("dataset_config", None)
+        settings.pop("eval_holdout", None)
     used = {name: value for name in CODE if (value := settings.pop(name, None))}
     without = given.isdisjoint(CODE)
     settings = {name: settings[name] for name in settings if name in known - given and not (without and name in _TURNS)}

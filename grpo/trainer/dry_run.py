@@ -187,7 +187,8 @@ def _describe_step(work: RankWork, inputs: Inputs) -> list[str]:
     return [
         f"A step: {config.prompts_per_step} prompts x {generations} completions over {work.ranks} "
         f"rank{'s' if work.ranks > 1 else ''}; on each",
-        f"  groups         {work.prompts} of {generations} completions",
+        f"  groups         {work.prompts} of {generations} completions"
+        + (f", chosen of {config.draws}" if config.num_draws else ""),
         f"  sampling       {completions} completions a round, {drawn}; it feeds {config.updates_per_round} updates",
         f"  tokens         {work.prompts * work.group:,} at most, a shared prompt once",
         f"                 {work.prompts * (mean + generations * longest_completion):,.0f} with prompts of "
