@@ -60,6 +60,7 @@ OPTIONS = {
     "mask_truncated_completions": "--mask_truncated_completions",
     "soft_punish_cache 30": "--soft_punish_cache 30",
     "max_resample 4": "--max_resample 4",
+    "num_draws 16": "--num_draws 16",
     "dataset_order adaptive": "--dataset_order adaptive",
     "importance_sampling_mode token_truncate": "--importance_sampling_mode token_truncate",
     "off_policy_mask_threshold 0.01, 4 iterations": "--off_policy_mask_threshold 0.01 --num_iterations 4",
