@@ -87,7 +87,7 @@ def measure(folder: Path) -> dict:
 def drawn_tokens(row: dict, config: dict) -> float:
     """Return the completion tokens of a step, those of groups that were drawn and replaced too: at the mean length."""
     groups = config["prompts_per_step"] + row.get("resampled_groups", 0)
-    return row["completions/mean_length"] * groups * config["num_generations"]
+    return row["completions/mean_length"] * groups * (config.get("num_draws") or config["num_generations"])
 
 
 def english(folder: Path) -> dict:
