@@ -111,6 +111,9 @@ class DataSection(Section):
     )
     dataset_answer_column: str = option("answer", "column of the gold answer (after any ####); '': none", common=True)
     dataset_image_column: str | None = option(None, "column of a prompt's pictures; unset: image or images; '': none")
+    prompt_format: Literal["chat", "raw"] = option(
+        "chat", "raw continues a text prompt as it is, without chat template and system prompt; chats are never raw"
+    )
     max_prompt_length: int = option(512, "prompts of more tokens are dropped at the start, and counted", above=0)
 
 

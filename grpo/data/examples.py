@@ -52,15 +52,7 @@ def make_example(
     """
     answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
-    if isinstance(answer, bytes):
-        reason = f"{place} has {str(answer)[:80]}: a gold answer is text, a number, a list or a dict"
-        config.refuse("dataset_answer_column", f"{reason}: name a column of such")
-    if not _is_prompt(prompt):
-        config.refuse(
-            "dataset_prompt_column",
-            f"{place} has {str(prompt)[:80]}: a prompt is text, or a list of messages whose content is text or a list "
-            'of parts, {"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column',
-        )
+    _check_values(config, answer, prompt, place)
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
     given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
     columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
@@ -79,15 +71,35 @@ def make_example(
         prompt = add_observation(prompt, observation)
     if not pictures and _is_blank(prompt):
         return None
-    tools = None if turns is None else turns.tools
-    rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place, count, tools)
-    prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
-    messages, conversation = chat_messages(prompt, config.system_prompt), prompt if isinstance(prompt, list) else None
+    tools, system_prompt = None if turns is None else turns.tools, config.system_prompt
+    if config.prompt_format == "raw" and isinstance(prompt, str):
+        config.check(
+            not pictures and not tools, prompt_format="pictures and tools have their place in a chat: use chat"
+        )
+        rendered, system_prompt = prompt, ""
+        prompt_ids = tokenizer(prompt)["input_ids"]
+    else:
+        rendered = render_prompt(tokenizer, prompt, system_prompt, config.chat_template_kwargs, place, count, tools)
+        prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
+    messages, conversation = chat_messages(prompt, system_prompt), prompt if isinstance(prompt, list) else None
     if pictures:
         messages = place_pictures(messages, count)
         conversation = conversation and _fill(place_pictures(conversation, count), pictures)
     messages = text_of_messages(messages)
     return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
+
+
+def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str) -> None:
+    """Raise ConfigError for a gold answer or a prompt of a wrong type in this row."""
+    if isinstance(answer, bytes):
+        reason = f"{place} has {str(answer)[:80]}: a gold answer is text, a number, a list or a dict"
+        config.refuse("dataset_answer_column", f"{reason}: name a column of such")
+    if not _is_prompt(prompt):
+        config.refuse(
+            "dataset_prompt_column",
+            f"{place} has {str(prompt)[:80]}: a prompt is text, or a list of messages whose content is text or a list "
+            'of parts, {"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column',
+        )
 
 
 def gold_answer(answer: Any) -> str:

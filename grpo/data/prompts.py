@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import require
+from grpo.config.errors import one_line, require
 from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import PictureCountError
@@ -129,7 +129,7 @@ def _load_dataset(
         config.refuse("dataset_name", f"no row of split {split!r} is left: {'; '.join(dropped)}: {remedy}")
     for reason in dropped:
         log.warning("%s: %s", split, reason)
-    _log_examples(split, examples, column)
+    _log_examples(config, split, examples, column)
     return examples
 
 
@@ -146,8 +146,12 @@ def _open_rows(config: AnsweringConfig, rows, split: str, limit: int):
     return rows.select(range(min(limit, len(rows)))) if limit else rows, has_gold, column, others
 
 
-def _log_examples(split: str, examples: list[Example], column: PictureColumn | None) -> None:
+def _log_examples(config: AnsweringConfig, split: str, examples: list[Example], column: PictureColumn | None) -> None:
     firsts = [(example.messages[0], example.prompt) for example in examples]
+    added = sum(first["content"] == config.system_prompt for first, _ in firsts if first["role"] == "system")
+    if added and split == config.dataset_train_split:
+        text = one_line(config.system_prompt, 60)
+        log.info("the system prompt '%s...' stands before %d prompts: --system_prompt '' leaves it out", text, added)
     without_system = sum(first["role"] == "system" and first["content"].strip() not in text for first, text in firsts)
     if without_system:
         log.warning(

@@ -56,6 +56,20 @@ def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
     assert tokenizer.decode(first.prompt_ids) == first.prompt
 
 
+def test_a_raw_prompt_is_continued_as_it_is_and_a_chat_never_is(tmp_path, tokenizer, caplog):
+    rows = [{"question": "Once upon"}, {"question": [{"role": "user", "content": "Tell me"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(rows[0]) + "\n")
+    (raw,) = load_examples(config(path, "--prompt_format", "raw", "--system_prompt", "Be brief."), "train", tokenizer)
+    assert raw.prompt == "Once upon" and raw.prompt_ids == tokenizer("Once upon")["input_ids"]
+    assert raw.messages == [{"role": "user", "content": "Once upon"}] and "Be brief." not in caplog.text
+    path.write_text(json.dumps(rows[1]) + "\n")
+    with caplog.at_level("INFO"):
+        (chat,) = load_examples(config(path, "--prompt_format=raw", "--system_prompt=Be brief."), "train", tokenizer)
+    assert chat.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTell me<|im_end|>")
+    assert "the system prompt 'Be brief....' stands before 1 prompts: --system_prompt '' leaves it out" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "folder/train.csv"])
 def test_rows_that_are_held_out_are_evaluated_on_and_never_trained_on(tmp_path, tokenizer, name):
     path = tmp_path / name
