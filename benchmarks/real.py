@@ -85,8 +85,8 @@ def measure(folder: Path) -> dict:
 
 
 def drawn_tokens(row: dict, config: dict) -> float:
-    """Return the completion tokens of a step, those of groups that were drawn and replaced too: at the mean length."""
-    groups = config["prompts_per_step"] + row.get("resampled_groups", 0)
+    """Return the completion tokens of a step, at the mean length, with its share of groups that its round replaced."""
+    groups = config["prompts_per_step"] + row.get("resampled_groups", 0) / config["steps_per_generation"]
     return row["completions/mean_length"] * groups * (config.get("num_draws") or config["num_generations"])
 
 
