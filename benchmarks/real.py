@@ -37,12 +37,12 @@ from demo.english import compare
 from grpo.rewards.compute import load_reward_funcs
 
 RESULTS = REPOSITORY / "benchmarks/results"
-GRPO, TRL = "GRPO", "TRL"
+GRPO, TRL, SIMPLE = "GRPO", "TRL", "simple_GRPO's"
 POOL = "pool, lag 1"
 SIDES = {
     GRPO: "",
     TRL: None,
-    "simple_GRPO's": "--temperature 0.9 --steps_per_generation 4 --reward_tolerance 1e-4 --max_resample 4",
+    SIMPLE: "--temperature 0.9 --steps_per_generation 4 --reward_tolerance 1e-4 --max_resample 4",
     "no reference": "--beta 0",
     "DAPO": "--beta 0 --loss_type dapo --epsilon_high 0.28 --max_resample 4",
     "Dr. GRPO": "--beta 0 --loss_type dr_grpo --scale_rewards none",
