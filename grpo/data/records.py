@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,13 @@ class Sample:
         return values if self.drawn is None else values[self.drawn]
 
 
+def rewards_by_name(functions: Sequence[str], rewards: Sequence[float]) -> dict[str, float]:
+    """Return what each of several reward functions gives a completion; of a single one it is the reward."""
+    if len(functions) < 2:
+        return {}
+    return {f"rewards/{name}": value for name, value in zip(functions, rewards, strict=True)}
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """What one step of a round trains on: this rank's share."""
@@ -135,9 +143,9 @@ class StepBatch:
             self.requests,
         )
 
-    def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:
-        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all; pictures are
-        bytes, for grpo/run/json_lines.py."""
+    def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
+        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what
+        these reward functions give it; pictures are bytes, for grpo/run/json_lines.py."""
         samples = iter(self.samples)
         advantages = [{place: next(samples).advantage for place in group.trained} for group in self.groups]
         return [
@@ -149,6 +157,7 @@ class StepBatch:
                 "answer": group.example.gold,
                 "reward": self.rewards[row, column].item(),
                 "advantage": advantages[row].get(column),
+                **rewards_by_name(functions, self.by_function[:, row, column].tolist()),
                 **(group.extra[column] if group.extra else {}),
             }
             for row, group in enumerate(self.groups[:count])

@@ -15,7 +15,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.mixture import parts_of
-from grpo.data.records import Example, Rollout
+from grpo.data.records import Example, Rollout, rewards_by_name
 from grpo.rewards.functions import TrainerState
 from grpo.run.collective import gather
 from grpo.run.metrics import Stats
@@ -73,6 +73,7 @@ def evaluate(
                 counts[:, problem, sample] = rollout.drawn_tokens, not rollout.finished, *called
                 rewards[:, problem, sample] = by_function[:, i]
                 verdict = {name: values[i].item() for name, values in judged.items()}
+                verdict |= rewards_by_name(rewarder.names, by_function[:, i].tolist())
                 completions.append(_line(example, sample, rollout, verdict))
     rewards = sum(gather(rewards))
     by_source = _by_source(rewards[:, :, 0], [example.source for example in examples], rewarder)

@@ -90,13 +90,14 @@ def record_step(
 ) -> None:
     """Write the step's metrics and a group of its completions, and say what went wrong in it. `evaluated` has the
     metrics of the last evaluation, for the bar. All ranks call it together."""
-    skipped = [] if result.applied else list(chain.from_iterable(gather(batch.to_lines())))
+    names = run.rewarder.names
+    skipped = [] if result.applied else list(chain.from_iterable(gather(batch.to_lines(names))))
     if run.recorder is None:
         return
     run.recorder.metrics(step, result.metrics)
     if run.pool_run is not None:
         run.pool_run.end_step(result.drifts)
-    samples = batch.to_lines(1)
+    samples = batch.to_lines(names, count=1)
     run.recorder.completions(step, "train", samples)
     numbers = describe_step(result.metrics, evaluated)
     bar.set_postfix_str(numbers, refresh=False)

@@ -5,6 +5,7 @@ import copy
 import math
 import pickle
 import signal
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -262,6 +263,9 @@ def test_a_column_of_the_record_is_not_replaced():
     batch = StepBatch([group], torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1), make_samples(group))
     (line,) = batch.to_lines()
     assert {"step", "phase", *line} == RECORDED and line["messages"] == outcome.messages
+    batch = replace(batch, by_function=torch.tensor([[[2.0]], [[math.nan]]]))
+    (line,) = batch.to_lines(["right", "short"])
+    assert line["rewards/right"] == 2.0 and math.isnan(line["rewards/short"])  # null in the file
     for name in RECORDED:
         with pytest.raises(ValueError, match=f"^log_extra: completions.jsonl has a field '{name}': choose another"):
             Logged().log_extra(name, ["x"])
