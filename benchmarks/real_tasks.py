@@ -3,7 +3,6 @@ the rewards of Burkov's tutorial."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from demo.real import SYSTEM, Sum, sums
 from demo.real import write_dataset as write_sums
-from demo.task import write_splits
+from demo.task import is_held_out, write_splits
 from reward import text_of
 
 WORDS = [
@@ -52,10 +51,6 @@ THINGS = [
 ]  # fmt: skip
 SENTENCE = re.compile(r"[^.!?\n]+\.")
 LONGEST_SENTENCE = 12  # words
-
-
-def is_held_out(text: str) -> bool:
-    return hashlib.sha256(text.encode()).digest()[0] % 10 == 0
 
 
 class Words(NamedTuple):

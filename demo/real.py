@@ -4,7 +4,6 @@ The untrained model talks about the question and solves one sum in fifteen; it l
 One sum in ten, chosen by a hash of its text, is held out.
 """
 
-import hashlib
 import importlib.util
 import random
 import re
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from demo.task import write_splits
+from demo.task import is_held_out, write_splits
 from grpo.config.errors import ConfigError
 from reward import text_of
 
@@ -33,7 +32,7 @@ class Sum(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        return hashlib.sha256(f"{self.a}+{self.b}".encode()).digest()[0] % 10 == 0
+        return is_held_out(f"{self.a}+{self.b}")
 
 
 def sums(rng: random.Random, held_out: bool) -> Iterator[Sum]:
