@@ -154,7 +154,7 @@ def train(
     if train_dataset is not None:
         split = settings.get("dataset_train_split", "train")
         settings["dataset_name"] = inputs.rows("train_dataset", split, train_dataset)
-        if eval_dataset is None and "eval_holdout" not in settings and settings["dataset_name"] == str(inputs.folder):
+        if eval_dataset is None and not settings.get("eval_holdout") and settings["dataset_name"] == str(inputs.folder):
             settings.setdefault("eval_steps", 0)
     if eval_dataset is not None:
         name = inputs.rows("eval_dataset", settings.get("dataset_test_split", "test"), eval_dataset)

@@ -6,8 +6,8 @@
 The second needs no GPU: it starts two CPU processes. The options are those of `ref_server.py` and
 `grpo_ref_split.py`. With two GPUs or more the server gets the last one; with one GPU it shares that with the trainer.
 `--beta 0`, `--ref adapter_off` and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its step and
-save, then everything ends; a second Ctrl-C ends at once. Out of memory, the run goes on twice by itself, with half of
-the setting that failed.
+save, then everything ends; a second Ctrl-C ends at once. Out of memory, the run continues twice by itself, with half
+of the setting that failed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("grpo.launch")
 
 _GRACE = 30.0  # seconds in which the other ranks may end by themselves after one has failed
 _AFTER_FIRST = 2.0  # the same after the first rank, whose error the others would say again (say_once)
-_MOST_LOWERED = 2  # times that a run out of memory goes on with a lower setting
+_MOST_LOWERED = 2  # times that a run out of memory continues with a lower setting
 _POLL = 0.2  # seconds between two looks at the processes
 
 

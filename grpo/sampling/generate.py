@@ -148,7 +148,7 @@ class LocalSampler(Sampler):
     def _draw_by_generate(
         self, order: Order, turns: Responder | None, on_tokens: OnTokens | None = None
     ) -> list[list[Rollout]]:
-        """Draw a segment of each completion in a call, which the next one goes on with, or feeds the answer."""
+        """Draw a segment of each completion in a call, which the next one continues, or feeds the answer."""
         groups, total = Groups(order), len(order.examples) * order.copies
         at_once = max(1, self._rows // order.copies) * order.copies
         for start in range(0, total, at_once):

@@ -1,6 +1,6 @@
 """Turns a rank's lack of memory into one sentence: the phase, the size of the request, and the setting to lower.
 
-`grpo launch` names a file in which a rank leaves that setting, and goes on by itself with a lower one.
+`grpo launch` names a file in which a rank leaves that setting, and continues by itself with a lower one.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ def explain_shortage(
         if not is_out_of_memory(error):
             raise
         where, phase = place()
-        lowered, remedy = _lowered(error, phase, config), _remedy(error, phase, config)
-        if lowered and (path := os.environ.get(LOWERED)):
-            Path(path).write_text(json.dumps(lowered), encoding="utf-8")
-        remedy = ", ".join(f"lower {name}={getattr(config, name)}" for name in lowered) or remedy
+        if lowered := _lowered(error, phase, config):
+            (name,) = lowered
+            remedy = f"lower {name}={getattr(config, name)}"
+            if path := os.environ.get(LOWERED):
+                Path(path).write_text(json.dumps(lowered), encoding="utf-8")
+        else:
+            remedy = _remedy(error, phase, config)
         raise OutOfMemory(f"out of memory in {where}{_sizes(error)}: {remedy}; {way_on()}") from None
 
 
@@ -62,11 +65,8 @@ def _lowered(error: BaseException, phase: str, config: TrainerConfig) -> dict[st
     """Return the setting that needs less memory with half of its value, but no less than it can have: the run's numbers
     do not depend on it. Empty where it has its least, or would not help."""
     if phase in _OF_ROWS:
-        # Generate draws a group whole.
-        name, least = (
-            "sequences_per_generate",
-            config.draws if config.sampler == "generate" and phase != EVALUATION else 1,
-        )
+        draws_whole_groups = config.sampler == "generate" and phase != EVALUATION
+        name, least = "sequences_per_generate", config.draws if draws_whole_groups else 1
     elif phase in _OF_BATCHES and not (phase == "update" and _of_gradients(error)):
         name, least = "micro_batch_tokens", config.longest_sequence
     else:
