@@ -14,6 +14,7 @@ TEAMS = ("sales", "legal", "design", "support")
 SCHEMA = "CREATE TABLE people (name TEXT, team TEXT, age INTEGER, pay INTEGER)"
 READS = sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION
 MOST_INSTRUCTIONS = 1_000_000  # of SQLite's machine: some milliseconds
+LONGEST = 100_000  # bytes of a query, and of a value that it makes
 WANTED = {"many": "count(*)", "old is the oldest": "max(age)", "much pay is the most": "max(pay)"}
 
 
@@ -50,7 +51,8 @@ def reward(completions, query, **kwargs) -> list[float]:
     texts = [text_of(completion).strip() for completion in completions]
     with closing(database()) as connection:
         gold = {each: rows(connection, each) for each in {*query}}
-        return [float(rows(connection, text) == gold[each]) for text, each in zip(texts, query, strict=True)]
+        found = [rows(connection, text) for text in texts]
+        return [float(each is not None and each == gold[name]) for each, name in zip(found, query, strict=True)]
 
 
 reward.is_verdict = True  # evaluation counts it as accuracy
@@ -63,6 +65,7 @@ def database() -> sqlite3.Connection:
     connection.execute(SCHEMA)
     connection.executemany("INSERT INTO people VALUES (?, ?, ?, ?)", people)
     connection.commit()
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
     connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY)
     return connection
 

@@ -194,6 +194,7 @@ def test_code_runs_within_limits_and_earns_the_share_of_tests_that_it_passes(cod
         "SELECT count(*) FROM people WHERE team = 'legal' AND age > 40; DROP TABLE people",
         "SELECT count(*) FROM people a, people b, people c, people d",
         "SELECT count(*) FROM sqlite_master, nothing",
+        "SELECT hex(zeroblob(1000000000))",
         "SELECT 1 \0",
     ],
 )
@@ -201,6 +202,7 @@ def test_a_query_can_only_read_and_not_for_long(query):
     problem = sql.Problem("many", "legal", 40)
     before, after = (rewards_of(sql, [problem] * 2, [text, problem.query]) for text in (query, query.lower()))
     assert before == after == [0.0, 1.0]
+    assert sql.reward([query], query=["SELECT nothing"]) == [0.0]  # not even where the gold query fails too
 
 
 @pytest.mark.rare
