@@ -136,7 +136,7 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
 
 
 def _is_whole_file(config: EvaluateConfig) -> bool:
-    is_whole = config.eval_holdout == 0 and not is_mixture(config)
+    is_whole = config.eval_holdout == 0 and "[" not in config.dataset_test_split and not is_mixture(config)
     return is_whole and Path(config.dataset_name).expanduser().is_file()
 
 

@@ -99,8 +99,8 @@ class DataSection(Section):
         common=True,
     )
     dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
-    dataset_train_split: str = option("train", "split to train on")
-    dataset_test_split: str = option("test", "split to evaluate on", common=True)
+    dataset_train_split: str = option("train", "split to train on, or a part of it: train[100:], train[:90%]")
+    dataset_test_split: str = option("test", "split to evaluate on, or a part of it", common=True)
     eval_holdout: float = option(
         0,
         "rows of dataset_train_split to evaluate on and never train on, in place of a test split; below 1: a share",
@@ -111,6 +111,7 @@ class DataSection(Section):
     )
     dataset_answer_column: str = option("answer", "column of the gold answer (after any ####); '': none", common=True)
     dataset_image_column: str | None = option(None, "column of a prompt's pictures; unset: image or images; '': none")
+    max_pictures: int | None = option(None, "prompts with more pictures are dropped at the start, and counted", above=0)
     prompt_format: Literal["chat", "raw"] = option(
         "chat", "raw continues a text prompt as it is, without chat template and system prompt; chats are never raw"
     )
@@ -130,7 +131,9 @@ class AnswerSection(Section):
     chat_template_kwargs: dict | str | None = option(None, "arguments of the template: '{\"enable_thinking\": false}'")
     max_completion_length: int = option(512, "most tokens that a completion may have", above=0, common=True)
     temperature: float = option(1.0, "logits are divided by it; 0: greedy, chat only", at_least=0, common=True)
-    seed: int = option(42, "decides the order of prompts and all samples", at_least=0, below=2**31, common=True)
+    seed: int = option(
+        42, "decides all samples and, without data_seed, the order of prompts", at_least=0, below=2**31, common=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

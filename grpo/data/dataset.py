@@ -42,6 +42,7 @@ def _load_split(config: AnsweringConfig, split: str):
     import datasets
 
     name, files = config.dataset_name, _files(config, split)
+    part = split[len(_without_part(split)) :]
     config.check(
         not files or config.dataset_config is None,
         dataset_config=f"dataset_name {name} is a path, and only datasets of the hub have configurations: leave it out",
@@ -55,7 +56,7 @@ def _load_split(config: AnsweringConfig, split: str):
         if files:
             kind = _FILE_TYPES[files[0].suffix]
             paths, options = [glob.escape(str(file)) for file in files], _csv_options(config) if kind == "csv" else {}
-            return datasets.load_dataset(kind, data_files=paths, split="train", **options)
+            return datasets.load_dataset(kind, data_files=paths, split=f"train{part}", **options)
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
     except datasets.exceptions.DatasetGenerationError as error:
         raise _cannot_load(config, split, error.__cause__ or error) from error
@@ -103,18 +104,23 @@ def _fault(file: Path) -> str:
     return ""
 
 
+def _without_part(split: str) -> str:
+    """Return the name of a split in `datasets`' notation: of train[:30] or train[10%:] that is train."""
+    return split.partition("[")[0]
+
+
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
     """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*.
 
     None if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the
     folder's path has "test" in it.
     """
-    path = Path(config.dataset_name).expanduser()
+    path, split, whole = Path(config.dataset_name).expanduser(), _without_part(split), config.dataset_train_split
     if not path.exists():
         return []
     if path.is_file():
-        if split != config.dataset_train_split:
-            names = f"{config.dataset_train_split}{path.suffix} and {split}{path.suffix}"
+        if split != _without_part(whole):
+            names = f"{whole}{path.suffix} and {split}{path.suffix}"
             reason = f"{path} is a single file: set eval_holdout, or give a folder with {names}, or set eval_steps to 0"
             raise ConfigError(f"dataset_test_split={split!r}: {reason}")
         files = [path]

@@ -108,6 +108,9 @@ def _load_dataset(
             return f"without a prompt in {config.dataset_prompt_column!r}", ""
         if has_gold and not example.gold:
             return f"without a gold answer in {config.dataset_answer_column!r}", ""
+        count = len(pictures_of(example.prompt_ids))
+        if config.max_pictures is not None and count > config.max_pictures:
+            return f"with more pictures than max_pictures={config.max_pictures}", f": {count}"
         if (length := len(example.prompt_ids)) > config.max_prompt_length:
             return f"longer than max_prompt_length={config.max_prompt_length} tokens", f": {length} tokens"
         return example

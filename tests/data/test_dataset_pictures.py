@@ -239,10 +239,13 @@ def test_rows_at_fault_are_dropped_and_counted_by_reason(tmp_path, qwen, caplog)
         row([], "Where is <image>?"),
         row([], "<|image_pad|>?"),
         row([PNG], "word " * 60),
+        row([PNG] * 2, "Two?"),
     ]
-    (only,) = qwen.load(write(tmp_path / "rows.parquet", rows), "--max_prompt_length", "150")
+    limits = "--max_prompt_length", "150", "--max_pictures", "1"
+    (only,) = qwen.load(write(tmp_path / "rows.parquet", rows), *limits)
     assert only.index == 0
-    dropped = "train: {} of 8 rows dropped, {}"
+    dropped = "train: {} of 9 rows dropped, {}"
+    assert dropped.format(1, "with more pictures than max_pictures=1 (the first is row 8 from 0: 2") in caplog.text
     picture = "with a picture that cannot be used (the first is row 1 from 0: is damaged"
     assert dropped.format(3, picture) in caplog.text
     count = "with more or fewer places for pictures than pictures (the first is row 4 from 0: places for pictures: 2"

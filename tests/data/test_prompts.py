@@ -97,6 +97,24 @@ def test_rows_that_are_held_out_are_evaluated_on_and_never_trained_on(tmp_path, 
     assert _split(evaluation) == "test"  # of a single file too
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "folder/train.jsonl"])
+def test_a_part_of_a_split_is_named_as_datasets_names_it(tmp_path, tokenizer, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    write(path, [{"question": f"{number}?", "answer": f"{number}"} for number in range(10)])
+    data = str(path if name == "rows.jsonl" else path.parent)
+    parts = ["--dataset_train_split=train[30%:]", "--dataset_test_split=train[:3]"]
+
+    def golds(settings: TrainerConfig, split: str) -> list[str]:
+        return [each.gold for each in load_examples(settings, split, tokenizer, progress=False)]
+
+    assert golds(config(data, *parts), "train[30%:]") == [*map(str, range(3, 10))]
+    assert golds(config(data, *parts), "train[:3]") == ["0", "1", "2"]
+    assert _split(EvaluateConfig(dataset_name=data, dataset_test_split="train[:3]")) == "train[:3]"
+    with pytest.raises(ConfigError, match=r"split 'train\[:x\]' cannot be loaded \(.*Unrecognized instruction format"):
+        golds(config(data, "--dataset_train_split=train[:x]"), "train[:x]")
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_a_dataset_of_trl_needs_no_column_named(tmp_path, tokenizer, suffix):
     path = tmp_path / f"rows.{suffix}"
