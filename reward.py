@@ -40,7 +40,7 @@ from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TAGS = "think", "answer"
 ENDING = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>|<eos>|</s>)*")
 BOXED_FORMAT = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 NUMBER_IN_TEXT = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
@@ -65,10 +65,11 @@ def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | N
 correctness_reward.is_verdict = True  # evaluation: an answer that earns anything is right
 
 
-def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[float | None]:
+def format_reward(prompts, completions, prompt_texts=None, tags=TAGS, **kwargs) -> list[float | None]:
     """Return 0.2 for each of the four tags that occurs exactly once, after the tags already counted: 0.0 to 0.8.
 
     Only white space and end tokens may follow `</answer>`. Tags at the prompt's end count (see `find_opened_tags`).
+    Other tags are named in `reward_funcs` itself: "format_reward(reasoning, answer)".
 
         <think>2+2</think> <answer>4</answer><|im_end|>   0.8
         <think>2+2</think> <answer>4</answer> Done!       0.6   text after the last tag
@@ -77,7 +78,7 @@ def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[flo
         <answer>4</answer> <think>2+2</think>             0.4   wrong order
     """
     pairs = zip(prompt_texts or prompts, completions, strict=True)
-    return [score_format(text_of(completion), text_of(prompt)) for prompt, completion in pairs]
+    return [score_format(text_of(completion), text_of(prompt), tags) for prompt, completion in pairs]
 
 
 format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it is eval_format
@@ -120,11 +121,12 @@ def score_answer(completion: str, gold: str) -> float:
     return 1.5 if text and same_value(text, boxed or gold) else 0.0
 
 
-def score_format(completion: str, prompt: str) -> float:
+def score_format(completion: str, prompt: str, tags: tuple[str, ...] = TAGS) -> float:
     completion = find_opened_tags(completion, prompt) + completion
-    ends_well = ENDING.fullmatch(completion.rpartition("</answer>")[2])
+    *marks, last_mark = (mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>"))
+    ends_well = ENDING.fullmatch(completion.rpartition(last_mark)[2])
     counted, last = 0, -1
-    for tag in TAGS if ends_well else TAGS[:-1]:
+    for tag in [*marks, last_mark] if ends_well else marks:
         if completion.count(tag) == 1 and completion.index(tag) > last:
             counted, last = counted + 1, completion.index(tag)
     return round(0.2 * counted, 1)

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo.config.errors import require
+from grpo.config.errors import ConfigError, require
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model.fingerprint import describe
 from grpo.model.hub import base_of, check_model_name, refuse_unloadable
@@ -58,6 +58,19 @@ def load_reward_model(
     require(outputs == 1, field, name, f"it gives {outputs} numbers for a text: name a model with one (num_labels 1)")
     model.config.get_text_config().use_cache = False  # nothing is generated: keys and values are not kept
     return model.eval().requires_grad_(False).to(device), tokenizer
+
+
+def try_template(config: SharedConfig, name: str, conversation: list[Message]) -> None:
+    """Render a conversation by the chat template of a reward model that is not loaded yet. Raises ConfigError if the
+    template refuses it, or there is no such model."""
+    check_model_name("reward_funcs", name)
+    with refuse_unloadable("reward_funcs", name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    try:
+        _render(tokenizer, 0, conversation)
+    except ProtocolError as error:
+        remedy = "correct chat_template.jinja in its folder, or use another reward model"
+        raise ConfigError(f"reward_funcs={name!r}: {error}: {remedy}") from error
 
 
 def describe_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
@@ -140,10 +153,17 @@ def _padding(configured: int | None, texts: list[np.ndarray]) -> int:
     return next(token for token in range(len(last_tokens) + 1) if token not in last_tokens)
 
 
+def _without_system(system: Message, first: Message, *others: Message) -> list[Message]:
+    """Put the system's text before the user's first, as Gemma's authors do: its template knows no system."""
+    return [first | {"content": f"{system['content']}\n\n{first['content']}"}, *others]
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Message]) -> str:
     if tokenizer.chat_template is None:
         return "\n\n".join(message["content"] for message in messages)
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except jinja2.TemplateError as error:
+        if messages[0]["role"] == "system" and len(messages) > 1:
+            return _render(tokenizer, place, _without_system(*messages))
         raise malformed(f"input {place}: the reward model's chat template refuses these messages ({error})") from error

@@ -1,6 +1,6 @@
 """Finds the rewards that the configuration names, starts them, and computes the rewards of a batch.
 
-format_reward             a function of reward.py
+format_reward             a function of reward.py; with other tags, format_reward(reasoning, answer)
 path/to/file.py:brevity   a function of another file
 org/model, ./folder       a reward model, loaded in the trainer; the name has a slash
 http://machine:59876      a reward model on a server of its own: python ref_server.py --task reward
@@ -151,7 +151,7 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
         url = name.rstrip("/")
         return url.partition("://")[2], url
     if ":" in name or "/" not in name:
-        return name.rpartition(":")[2], load_function(name)
+        return name.partition("(")[0].rpartition(":")[2], load_function(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve().name, str(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from grpo.config import user_code
-from grpo.config.errors import RewardError
+from grpo.config.errors import RewardError, require
 from grpo.config.fields import PACKAGE
 from grpo.config.user_code import Key
 
@@ -108,16 +109,25 @@ class RewardBatch:
 
 
 def load_function(name: str) -> Callable:
-    """Return a function of the top-level `reward.py`, or of another file: "path/to/file.py:function".
+    """Return a function of the top-level `reward.py`, or of another file: "path/to/file.py:function". Words in brackets
+    after the name, "format_reward(reasoning, answer)", are its argument `tags`.
 
-    Raises ConfigError if there is none, or the import fails.
+    Raises ConfigError if there is none, the import fails, or the function takes no tags.
     """
+    name, bracket, words = name.partition("(")
     if ":" in name:
-        return user_code.load_function("reward_funcs", name)
-    with user_code.imported("reward_funcs", name, "reward.py"):
-        module = importlib.import_module("reward")
-    kind = "function (a reward model is written ./folder or org/model)"
-    return user_code.find_function("reward_funcs", name, module, kind)
+        function = user_code.load_function("reward_funcs", name)
+    else:
+        with user_code.imported("reward_funcs", name, "reward.py"):
+            module = importlib.import_module("reward")
+        kind = "function (a reward model is written ./folder or org/model)"
+        function = user_code.find_function("reward_funcs", name, module, kind)
+    if not bracket:
+        return function
+    takes_tags = "tags" in inspect.signature(function).parameters
+    require(takes_tags, "reward_funcs", f"{name}({words}", "it has no argument `tags`: leave the brackets out")
+    tags = tuple(word.strip() for word in words.removesuffix(")").split(","))
+    return functools.update_wrapper(functools.partial(function, tags=tags), function)
 
 
 def call_function(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> list | BaseException:

@@ -21,6 +21,7 @@ from grpo.config.loss_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import Key, user_code
 from grpo.data.records import Example, Rollout
+from grpo.model.reward_model import try_template
 from grpo.rewards.compute import RewardScorer, compute_rewards, start_functions
 from grpo.rewards.functions import Logged, TrainerState
 from grpo.run.collective import raise_together
@@ -60,12 +61,16 @@ def try_rewards(
     config: TrainerConfig, rewards: dict[str, Callable | str], tokenizer: PreTrainedTokenizerBase, example: Example
 ) -> None:
     """Call each function of `load_reward_funcs` once on two completions of the example, its gold answer (without one
-    its prompt) and an empty one, and log its rewards. Reward models, not loaded yet, are left out. Raises RewardError.
+    its prompt) and an empty one, and log its rewards. Of a reward model, not loaded yet, the chat template alone is
+    tried. Raises RewardError, ConfigError.
     """
     functions, pool = start_functions(rewards, config, workers=1)
     text, what = (example.gold, "gold answer") if example.gold else (example.prompt, "text")
     answer = Rollout(tokenizer(text, add_special_tokens=False)["input_ids"], True, text, [], 0)
     empty = Rollout([tokenizer.eos_token_id], True, "", [], 0)
+    for reward in rewards.values():
+        if isinstance(reward, str) and "://" not in reward:
+            try_template(config, reward, _converse(example, answer))
     folder = os.getcwd()
     try:
         values = score_rollouts(functions, [example] * 2, [answer, empty], TrainerState(0, config.max_steps))

@@ -56,6 +56,22 @@ def test_functions_of_another_file_are_keyed_by_function_name(user_file):
     assert pickle.loads(pickle.dumps(functions["length"])) is functions["length"]  # as multiprocessing does
 
 
+def test_words_in_brackets_are_a_functions_tags(user_file):
+    functions = load_reward_funcs(["format_reward( reasoning, answer)", "correctness_reward"])
+    assert list(functions) == ["format_reward", "correctness_reward"] and functions["format_reward"].full_reward == 0.8
+    texts = ["<reasoning>a</reasoning><answer>1</answer>", "<think>a</think><answer>1</answer>"]
+    config = TrainerConfig(reward_funcs=["format_reward(reasoning,answer)", "correctness_reward"], reward_timeout=20)
+    for started, pool in (functions, None), start_functions(functions, config, workers=1):
+        rewards = compute_rewards(started, ["?"] * 2, texts, {"answer": ["1", "2"]})
+        assert rewards.tolist() == [[0.8, 0.4], [2, 0]]
+        if pool is not None:
+            pool.close()
+    with pytest.raises(ConfigError, match=r"^reward_funcs='correctness_reward\(a, b\)': it has no argument `tags`"):
+        load_reward_funcs(["correctness_reward(a, b)"])
+    with pytest.raises(ConfigError, match=r"^reward_funcs='.*mine.py:length\(\)': it has no argument `tags`"):
+        load_reward_funcs([f"{user_file}:length()"])
+
+
 @pytest.mark.parametrize("name", ["no_such_reward", "TAGS", "", "mine.py", "{}:missing", "{}:CONSTANT", "{}:"])
 def test_an_unknown_function_is_refused(user_file, name):
     with pytest.raises(ConfigError, match="^reward_funcs=.*: (reward|mine).py has no such function"):

@@ -38,7 +38,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import make_example
 from grpo.data.records import Rollout
-from grpo.model.reward_model import load_reward_model, sequence_scores
+from grpo.model.reward_model import load_reward_model, sequence_scores, try_template
 from grpo.rewards.compute import RewardModel, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.functions import TrainerState
 from grpo.trainer.rewarding import score_rollouts
@@ -178,8 +178,18 @@ def test_with_the_policys_template_it_reads_what_the_policy_read(folders, tokeni
 
 
 def test_a_chat_that_the_template_refuses_is_an_error(folders):
+    wrong = [*CHATS[0], {"role": "system", "content": "x"}]
     with pytest.raises(RewardError, match="gpt2 cannot score a completion: input 1: .* refuses .*no system here"):
-        in_trainer(folders["gpt2"]).score([CHATS[0], [{"role": "system", "content": "x"}, *CHATS[0]]])
+        in_trainer(folders["gpt2"]).score([CHATS[0], wrong])
+    with pytest.raises(ConfigError, match="^reward_funcs='.*gpt2': .* refuses .*no system here.*: correct chat_templ"):
+        try_template(TrainerConfig(), str(folders["gpt2"]), wrong)
+
+
+def test_a_template_that_knows_no_system_has_its_text_before_the_users(folders):
+    user, answer = CHATS[0]
+    merged = [user | {"content": f"be brief\n\n{user['content']}"}, answer]
+    scores = in_trainer(folders["gpt2"]).score([[{"role": "system", "content": "be brief"}, *CHATS[0]]])
+    assert_rounded(scores, exact(folders["gpt2"], [merged]))
 
 
 def test_a_text_beyond_the_model_is_an_error(folders):
