@@ -47,6 +47,7 @@ from grpo.run.exit import run_to_the_end
 from grpo.run.folder import SaveError, open_repo, push_model
 from grpo.run.preflight import check_alike, describe_inputs, find_run
 from grpo.run.run_folder import find_run_folder
+from grpo.trainer.callback import call_back
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.inputs import read_inputs
@@ -110,9 +111,12 @@ def optimize(run: Run) -> None:
                 progress.evaluated = evaluated = evaluate_policy(run, step)
                 result.metrics.update(evaluated)
         record_step(run, bar, step, batch, result, evaluated)
-        if config.save_steps and step % config.save_steps == 0:
+        asked = call_back(run, step, batch, result)
+        if asked == "save" or (config.save_steps and step % config.save_steps == 0):
             run.checkpoints.save(run.engine, progress)
         raise_if_over(run, step, result, lost)
+        if asked == "stop":
+            break
 
 
 def show_end(config: TrainerConfig, folder: Path) -> None:

@@ -58,6 +58,7 @@ class TrainingSection(Section):
         common=True,
         above=0,
     )
+    data_seed: int | None = option(None, "decides the order of prompts alone; unset is seed", at_least=0, below=2**31)
     dataset_order: str = option(
         "shuffled",
         "order of the prompts: shuffled anew each epoch; adaptive, also leaves out what teaches nothing; as_is; or "
@@ -95,6 +96,8 @@ class TrainingSection(Section):
     deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's settings; the trainer fills in what says auto")
 
     def __post_init__(self) -> None:
+        if self.max_steps == -1 and self.num_train_epochs is not None:  # as TRL says that epochs decide
+            self.max_steps = TrainingSection.max_steps
         super().__post_init__()
         is_known = self.dataset_order in ("shuffled", "adaptive", "as_is") or self.dataset_order.startswith("column:")
         self.check(is_known, dataset_order="use shuffled, adaptive, as_is or column:NAME")

@@ -33,13 +33,12 @@ from grpo.model.lora import trained_alone
 from grpo.model.pictures import PictureProcessor
 from grpo.run.collective import from_first, gather
 from grpo.run.exit import how_to_continue
-from grpo.run.folder import SaveError, describe_room, put_in_place, to_disk, write_model
+from grpo.run.folder import ENGINE, SaveError, describe_room, push_in_background, put_in_place, to_disk, write_model
 from grpo.run.preflight import RunDescription, check_same
 from grpo.run.run_folder import PROGRESS, Sums, checkpoints, read_progress, readable, sum_files, write_progress
 
 log = logging.getLogger(__name__)
 
-ENGINE = "engine"
 LOAD_UNIVERSAL = {"load_universal": True}  # in DeepSpeed's section "checkpoint": it loads what `to_universal` wrote
 
 _MOVED = {  # the new modules of classes that older checkpoints name by their former modules
@@ -161,6 +160,8 @@ class Checkpoints:
         if self.rank == 0:
             self.delete_old()
             log.info("saved %s", final)
+            if self.config.hub_strategy == "every_save":
+                push_in_background(final, self.config.hub_model_id)
 
     def _save_engine(self, engine, unfinished: Path) -> None:
         frozen = self._is_partly_frozen
@@ -242,15 +243,21 @@ class Checkpoints:
                 failure = f"{reason}{describe_room(self.folder)} (rank {self.rank})"
         return next(filter(None, gather(failure)), None)
 
+    def best(self) -> tuple[Path | None, float]:
+        """Return the checkpoint with the best evaluation, of equal ones the newest, and its value; else None, -inf."""
+        best, highest = None, -math.inf
+        for path, saved in readable(self.folder).items():
+            value = saved["evaluated"].get(self.best_by)
+            if value is not None and value >= highest:
+                best, highest = path, value
+        return best, highest
+
     def delete_old(self) -> None:
         """Keep the newest save_total_limit checkpoints that can be read, and the one with the best evaluation."""
         limit, by_path = self.config.save_total_limit, readable(self.folder)
         if limit == 0:
             return
-        values = {path: saved["evaluated"].get(self.best_by) for path, saved in reversed(by_path.items())}
-        known = [path for path, value in values.items() if value is not None and not math.isnan(value)]
-        best = max(known, key=values.get, default=None)  # the newest of equal ones
-        keep = {*[*by_path][-limit:], best}
+        keep = {*[*by_path][-limit:], self.best()[0]}
         for old in checkpoints(self.folder):
             if old not in keep:
                 # A rename ends it as a checkpoint at once: a kill while files are deleted leaves no half of one.

@@ -11,8 +11,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from grpo.model.answering import write_answering
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
 from grpo.run.json_lines import read_records, with_error
-from grpo.run.run_folder import nearest_existing, write_progress
+from grpo.run.run_folder import PROGRESS, nearest_existing, step_of, write_progress
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ _SETTINGS = (
     *("loss_type", "beta", "learning_rate", "prompts_per_step", "num_generations", "temperature"),
     *("max_prompt_length", "max_completion_length", "reward_funcs", "reward_weights", "seed"),
 )
+ENGINE = "engine"
+_NOT_OF_MODEL = ENGINE, "rank-*.pickle", PROGRESS  # the files of a checkpoint that are not its model's
 _STARTED_IN = Path.cwd()  # a reward function may change the directory
 _VLLM_RANK = 16  # the largest rank of an adapter that vLLM takes without --max-lora-rank
 
@@ -56,12 +59,12 @@ def save_model(
     step: int = 0,
     processor: PictureProcessor | None = None,
 ) -> None:
-    """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card, and the run's `step`. Of a
-    model with an adapter this writes the adapter alone, unless `merge_on_save` is set. Raises SaveError; then `folder`
-    does not exist."""
+    """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card of `step`, and that the run
+    is done. Of a model with an adapter this writes the adapter alone, unless `merge_on_save` is set. Raises SaveError;
+    then `folder` does not exist."""
     with whole_folder(folder, "model") as unfinished:
         write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor)
-        write_progress(unfinished, {"step": step})
+        write_progress(unfinished, {"step": config.max_steps})
 
 
 def write_model(
@@ -262,10 +265,41 @@ def open_repo(config: TrainerConfig, folder: Path) -> str:
         ) from error
 
 
+def use_best(checkpoint: Path, folder: Path, config: TrainerConfig) -> None:
+    """Copy a checkpoint's model to `folder`, as that of the run, which is done. Raises SaveError."""
+    with whole_folder(folder, "model") as unfinished:
+        shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*_NOT_OF_MODEL), dirs_exist_ok=True)
+        write_progress(unfinished, {"step": config.max_steps})
+
+
+@cache
+def _uploader(endpoint: str) -> HfApi:
+    """Return the client of a hub that uploads one folder after the other."""
+    return HfApi(endpoint)
+
+
+def _upload(folder: Path, repo: str, message: str) -> Future:
+    """Begin to upload a model, after the uploads before it."""
+    options = {"ignore_patterns": [*_NOT_OF_MODEL, f"{ENGINE}/*"], "commit_message": message}
+    return _uploader(HfApi().endpoint).upload_folder(repo_id=repo, folder_path=folder, run_as_future=True, **options)
+
+
+def push_in_background(checkpoint: Path, repo: str) -> None:
+    """Upload a checkpoint's model while training continues. A failure is a warning: the next one brings its own."""
+
+    def tell(upload: Future) -> None:
+        if error := upload.exception():
+            log.warning("%s could not be pushed to %s: %s", checkpoint, repo, one_line(error))
+        else:
+            log.info("pushed %s to %s", checkpoint, upload.result().repo_url)
+
+    _upload(checkpoint, repo, f"Training in progress, step {step_of(checkpoint)}").add_done_callback(tell)
+
+
 def push_model(folder: Path, repo: str) -> None:
     """Upload a saved model. Raises SaveError; the folder stays."""
     try:
-        url = HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="End of training").repo_url
+        url = _upload(folder, repo, "End of training").result().repo_url
     # The client raises many kinds of errors; after any of them the user must know that the model is there.
     except Exception as error:
         command = shlex.join(["hf", "upload", repo, str(folder)])

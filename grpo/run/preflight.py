@@ -49,8 +49,9 @@ FREE = {
     *("micro_batch_tokens", "gradient_checkpointing", "sequences_per_generate"),
     *("sampler", "pool", "pool_deadline", "replay"),
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo"),
-    *("eval_steps", "eval_samples", "num_generations_eval", "eval_temperature", "metric_for_best_model"),
+    *("push_to_hub", "hub_strategy", "hub_model_id", "hub_private_repo", "callback"),
+    *("eval_steps", "eval_samples", "num_generations_eval", "eval_temperature", "log_eval_completions"),
+    *("metric_for_best_model", "load_best_model_at_end"),
     *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout", "tool_timeout"),
 }

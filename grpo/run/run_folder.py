@@ -172,7 +172,7 @@ def readable(run: Path) -> dict[Path, dict[str, Any]]:
 
 
 def finished_steps(run: Path) -> int:
-    """Return the step after which the run ended and saved its model; 0 if it has not ended."""
+    """Return max_steps of the run that ended in this folder and saved its model; 0 if none has ended."""
     try:
         return read_progress(run / "model").get("step", 0)
     except Damaged:

@@ -187,7 +187,10 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
-    dist.distributed_c10d._set_pg_timeout(_longest_collective(config), engine.seq_data_parallel_group)
+    set_timeout = getattr(
+        dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
+    )  # before torch 2.14 it was private
+    set_timeout(_longest_collective(config), engine.seq_data_parallel_group)
     return engine, schedule
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.config.trainer import TrainerConfig
+from grpo.config.user_code import load_function
 from grpo.data.adaptive import AdaptiveStream
 from grpo.data.mixture import weights_of
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
@@ -48,6 +49,7 @@ class Inputs:
     examples: list[Example]
     stream: PromptStream
     held_out: list[Example]  # examples of each evaluation; empty if the run has none
+    callback: Callable | None  # the user's, after each step
     best_by: str  # the evaluation's metric by which a checkpoint is the best; empty if the run has no evaluation
 
     @property
@@ -62,6 +64,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     """
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
+    callback = load_function("callback", config.callback) if config.callback else None
     try_loss(config)
     try_estimator(config.advantage_estimator, config.num_generations)
     ds_config = engine_config(config, world_size, device)
@@ -109,19 +112,20 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     if turns is not None:
         turns.try_on(examples[0])
     return Inputs(
-        reward_funcs, rewards, ds_config, tokenizer, processor, end_ids, turns, examples, stream, held_out, best_by
+        *(reward_funcs, rewards, ds_config, tokenizer, processor, end_ids, turns, examples, stream, held_out),
+        *(callback, best_by),
     )
 
 
 def _order_prompts(config: TrainerConfig, examples: list[Example]) -> PromptStream:
-    weights = weights_of(config)
+    weights, seed = weights_of(config), config.seed if config.data_seed is None else config.data_seed
     if config.dataset_order == "adaptive":
         remedy = f"{config.dataset_name} has weights: leave them out, or use shuffled"
         config.check(weights is None, dataset_order=remedy)
         rounds = config.steps_per_generation, config.max_policy_lag
-        return AdaptiveStream(examples, config.prompts_per_step, config.seed, *rounds)
+        return AdaptiveStream(examples, config.prompts_per_step, seed, *rounds)
     order = order_of(config, examples)
-    return PromptStream(examples, config.prompts_per_step, config.seed, order, weights)
+    return PromptStream(examples, config.prompts_per_step, seed, order, weights)
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from grpo.data.records import StepBatch
 from grpo.rewards.functions import TrainerState
 from grpo.run.collective import gather
 from grpo.run.exit import EndRun
-from grpo.run.folder import save_model
+from grpo.run.folder import save_model, use_best
 from grpo.run.json_lines import with_error
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 
 FLAT_STEPS = 5  # steps in a row without signal after which a warning says so, once until a step has signal again
 MOST_BAD_STEPS = 5  # steps in a row that teach nothing, after which the run ends: a few may be a reward out of scale
-EVAL_RECORDED = 32  # held-out answers in the record of each evaluation
 SAMPLE_STEPS = 50  # steps from one completion in the log to the next
 _HALF_SAMPLE = 300  # characters of a prompt's or completion's begin, and of its end, in the log
 
@@ -67,7 +67,7 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
         metrics, completions = evaluate(run.sampler, examples, run.rewarder, config, ranks.rank, ranks.size, state)
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
-        recorded = sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED]
+        recorded = sorted(greedy, key=itemgetter("problem"))[: config.log_eval_completions]
         run.recorder.completions(step, "eval", with_pictures(recorded, examples))
         if step == 0:
             run.recorder.metrics(0, metrics)
@@ -196,9 +196,13 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
 def finish(run: Run) -> None:
     """Save the model of a run that is done, and leave the other ranks."""
     if run.recorder:
-        config, inputs = run.config, run.inputs
-        folder = run.folder / "model"
-        save_model(run.engine.module, inputs.tokenizer, folder, config, config.max_steps, inputs.processor)
+        config, inputs, step, folder = run.config, run.inputs, run.progress.step, run.folder / "model"
+        best, value = run.checkpoints.best() if config.load_best_model_at_end else (None, -math.inf)
+        if best is not None and value > run.progress.evaluated.get(inputs.best_by, -math.inf):
+            log.info("the run's model is that of %s, the best by %s", best.name, inputs.best_by)
+            use_best(best, folder, config)
+        else:
+            save_model(run.engine.module, inputs.tokenizer, folder, config, step, inputs.processor)
     run.ranks.watchdog.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if run.client is not None:

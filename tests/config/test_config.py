@@ -310,6 +310,13 @@ def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_pa
     parse_arguments(ServerConfig, "", ["--config", str(tmp_path / "config.yaml")])
 
 
+def test_minus_one_is_never_where_other_trainers_write_it(refused):
+    never = {"eval_steps": -1, "eval_samples": -1, "save_steps": -1, "save_total_limit": -1}
+    config = TrainerConfig(**never, max_steps=-1, num_train_epochs=1)
+    assert [getattr(config, name) for name in never] == [0, 0, 0, 0] and config.max_steps > 0
+    assert "max_steps=-1: use a number above 0" in refused(TrainerConfig, "--max_steps=-1")
+
+
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_read_by_both_programs(path):
     config = parse_arguments(TrainerConfig, "", ["--config", str(path)])

@@ -1,13 +1,15 @@
 """What the options that change learning do in a real run: rounds of generation, dynamic sampling, KL in the reward."""
 
+import math
 import re
 import shutil
 import zlib
 
+import numpy as np
 import pytest
 import requests
 import torch
-from trainer_runs import finish, lines, options, timeless
+from trainer_runs import check_weights, equal, finish, lines, options, timeless, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.algorithm.advantages import group_advantages
@@ -23,8 +25,21 @@ def letters(prompts, completions, **columns):
 
 def picky(prompts, completions, **columns):
     return [(zlib.crc32(p.encode()) % 2) * len(c) for p, c in zip(prompts, completions)]
+
+def best_after_three(prompts, completions, trainer_state, **columns):
+    return [len(text) / 100 - 1000 * abs(trainer_state.global_step - 3) for text in completions]
 """
 """functions that even the text of random weights earns something from"""
+
+
+CALLBACK = """
+import json
+
+def follow(step, metrics, completions, **more):
+    with open(FILE, "a") as file:
+        file.write(json.dumps([step, metrics, completions]) + "\\n")
+    return {1: None, 2: ANSWER, 3: "save", 4: "stop"}[step]
+"""
 
 
 @pytest.fixture
@@ -94,6 +109,37 @@ def test_more_are_drawn_than_trained_on_and_the_reference_is_asked_about_these_a
     forget(tmp_path / "run", (2, 3, 4))
     output, _ = run(**changes, resume_from_checkpoint="last")
     assert "goes on after step 1" in output and timeless(tmp_path / "run") == straight
+
+
+def test_a_callback_follows_a_run_saves_and_ends_it_with_its_best_model(run, data_folder, tmp_path):
+    """The best one is that which it saved. A wrong answer ends the run in a line, and it goes on without it."""
+    mine, seen = tmp_path / "mine.py", tmp_path / "seen.jsonl"
+    mine.write_text(f"FILE, ANSWER = {str(seen)!r}, 'halt'\n{CALLBACK}")
+    changes = {"reward": "best_after_three", "ranks": 2, "beta": 0, "max_steps": 9, "data_seed": 5, "eval_steps": 1}
+    changes |= {"callback": f"{mine}:follow", "save_steps": 2, "save_total_limit": 0, "log_eval_completions": 3}
+    changes |= {"load_best_model_at_end": None}
+    with pytest.raises(AssertionError, match="callback returned 'halt' after step 2: return 'save', 'stop' or None"):
+        run(**changes)
+    mine.write_text(mine.read_text().replace("'halt'", "None"))
+    output, rows = run(**changes, resume_from_checkpoint="last")
+    assert "the run's model is that of checkpoint-3, the best by eval_reward" in output
+    check_weights(tmp_path / "run/model", tmp_path / "run/checkpoint-3")
+    assert not equal(weights(tmp_path / "run/model"), weights(tmp_path / "run/checkpoint-4"))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    called = lines(seen)
+    assert [step for step, *_ in called] == [1, 2, 3, 4]
+    for (step, metrics, _), row in zip(called, rows[1:], strict=True):
+        assert {"step": step} | {name: None if math.isnan(value) else value for name, value in metrics.items()} == row
+    recorded = by_step(tmp_path / "run")
+    first = [sample for sample in recorded[1] if sample["phase"] == "train"]
+    assert [len(completions) for *_, completions in called] == [4 * 4] * 4
+    assert called[0][2][:4] == [{k: v for k, v in s.items() if k not in ("step", "phase")} for s in first[:4]]
+    held_out = [[sample for sample in samples if sample["phase"] == "eval"] for samples in recorded.values()]
+    assert [len(samples) for samples in held_out] == [3] * 5
+    prompts = [row["question"] for row in lines(data_folder / "train.jsonl")]
+    order = np.random.default_rng((5, 0)).permutation(len(prompts))
+    assert all(prompts[place] in sample["prompt"] for place, sample in zip(order, called[0][2][::4], strict=False))
+    assert "step 5" not in run(**changes, resume_from_checkpoint="last")[0]  # it is done
 
 
 def scored(server) -> float:

@@ -10,7 +10,7 @@ from trainer_runs import one_line, options, run_ranks
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run.folder import SaveError, check_login, open_repo, push_model, save_model
+from grpo.run.folder import SaveError, check_login, open_repo, push_in_background, push_model, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client's way without Xet
 
@@ -32,9 +32,28 @@ def test_a_pushed_model_is_what_was_saved(hub, model, tokenizer, tmp_path):
     assert config.hub_model_id == "me/my-run" and hub.created == {"me/my-run": "private"}
     save_model(model, tokenizer, run / "model", config, 7)
     push_model(run / "model", config.hub_model_id)
-    saved = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+    saved = {path.name: path.read_bytes() for path in (run / "model").iterdir() if path.name != "progress.json"}
     assert {path.name: path.read_bytes() for path in (tmp_path / "hub/me/my-run").iterdir()} == saved
     assert b'pipeline("text-generation", "me/my-run")' in saved["README.md"]
+
+
+def test_a_checkpoints_model_is_pushed_while_training_goes_on(hub, model, tokenizer, tmp_path, caplog):
+    checkpoint = tmp_path / "checkpoint-7"
+    save_model(model, tokenizer, checkpoint, TrainerConfig())
+    saved = {path.name for path in checkpoint.iterdir()} - {"progress.json"}
+    (checkpoint / "engine").mkdir()
+    for name in ("engine/weights.pt", "rank-0.pickle"):
+        (checkpoint / name).write_text("not for others")
+    with caplog.at_level("INFO"):
+        push_in_background(checkpoint, "me/my-run")
+        push_model(checkpoint, "me/my-run")  # after it: both are there
+        assert {path.name for path in (tmp_path / "hub/me/my-run").iterdir()} == saved
+        hub.fault = "commit"
+        push_in_background(checkpoint, "me/my-run")
+        with pytest.raises(SaveError):
+            push_model(checkpoint, "me/my-run")
+    assert f"pushed {checkpoint} to" in caplog.text
+    assert f"{checkpoint} could not be pushed to me/my-run: " in caplog.text
 
 
 def test_a_repository_that_is_there_is_pushed_to(hub, tmp_path, caplog):
