@@ -155,6 +155,7 @@ _VERL: dict[str, Rule] = {
 _EASYR1: dict[str, Rule] = {
     **{name: rule for name, rule in _VERL.items() if name.startswith("data.")},
     "data.answer_key": "dataset_answer_column",
+    "data.system_prompt": "system_prompt",
     "data.seed": "seed",
     "data.rollout_batch_size": "_round",
     "algorithm.adv_estimator": _ESTIMATOR,
@@ -194,6 +195,15 @@ _SIMPLE_GRPO: dict[str, Rule] = {
     "gradient_accumulation_steps": "_accumulation",
     "train_batch_size": "_sequences",
 }
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "trl": {
+        **{"beta": 0.0, "loss_type": "dapo", "lr_scheduler_type": "linear", "warmup_steps": 0, "adam_beta2": 0.999},
+        **{"num_train_epochs": 3.0, "system_prompt": ""},
+    },
+    "verl": {"system_prompt": ""},
+    "easyr1": {"system_prompt": ""},
+}
+"""what a setting is there where a file does not name it, if it is something else here"""
 TABLES = {"trl": _TRL, "verl": _VERL, "easyr1": _EASYR1, "simple_grpo": _SIMPLE_GRPO}
 
 
@@ -230,8 +240,9 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
 
 
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
-    """Make settings of what other trainers say in several parts."""
-    settings = {name: value for name, value in parts.items() if not name.startswith("_")}
+    """Make settings of what other trainers say in several parts, and of their defaults."""
+    given = {name: value for name, value in parts.items() if not name.startswith("_")}
+    settings = _DEFAULTS.get(trainer, {}) | given
     if int(settings.get("max_steps", 0)) > 0:  # which wins there
         settings.pop("num_train_epochs", None)
     elif "num_train_epochs" in settings:
@@ -251,6 +262,8 @@ def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
     if not settings.get("beta", 1.0):  # they would have no effect, and are refused
         settings.pop("kl_estimator", None)
         settings.pop("kl_in_reward", None)
+    if trainer == "trl" and settings["beta"]:
+        settings.setdefault("use_bias_correction_kl", True)  # its default, which has no effect without a KL
     if settings.get("use_peft") and "_lora_alpha" in parts:
         settings["lora_alpha"] = parts["_lora_alpha"]
     if parts.get("_freeze"):

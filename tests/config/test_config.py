@@ -325,6 +325,39 @@ def test_every_recipe_is_read_by_both_programs(path):
     engine_config(config, 1, torch.device("cpu"))
 
 
+EASYR1 = {"max_prompt_length": 2048, "beta": 0.01, "learning_rate": 1e-6, "weight_decay": 0.01, "epsilon": 0.2}
+EASYR1 |= {"steps_per_generation": 4, "kl_estimator": "k3", "loss_type": "grpo", "freeze_vision_tower": False}
+SOURCES = {
+    "burkov": {
+        **{"max_steps": 500, "prompts_per_step": 7, "num_generations": 14, "max_completion_length": 400, "beta": 0.04},
+        **{"learning_rate": 5e-6, "num_iterations": 1, "epsilon": 0.1, "epsilon_high": None},
+    },
+    "simple_grpo": {
+        **{"num_generations": 8, "max_completion_length": 700, "temperature": 0.9, "reward_tolerance": 1e-4},
+        **{
+            "beta": 0.04,
+            "epsilon": 0.2,
+            "learning_rate": 1e-6,
+            "max_steps": 1000 // 4,
+            "steps_per_generation": 16 // 4,
+        },
+    },
+    "geometry3k_vl": {**EASYR1, "num_generations": 5, "max_completion_length": 2048, "prompts_per_step": 128 // 7 * 7},
+    "geometry3k_a800": {
+        **{**EASYR1, "num_generations": 6, "max_completion_length": 2096, "prompts_per_step": 64 // 7 * 7},
+        **{"min_pixels": 262144, "max_pixels": 2097152, "max_pictures": 1, "num_train_epochs": 15},
+        **{"eval_temperature": 0.2},
+    },
+}
+"""the numbers as the sources that the files name have them"""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_recipe_has_the_numbers_of_its_source(name):
+    config = trainer("--config", str(REPOSITORY / f"configs/{name}.yaml"))
+    assert {setting: getattr(config, setting) for setting in SOURCES[name]} == SOURCES[name]
+
+
 def test_a_single_completion_is_enough_where_an_estimator_needs_no_group():
     for name in ("reinforce++", "remax", "mine.py:compare"):
         assert trainer("--num_generations", "1", "--advantage_estimator", name).num_generations == 1

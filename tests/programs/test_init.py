@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, REPOSITORY
-from trainer_runs import lines
+from trainer_runs import finish, lines
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import LaunchConfig
@@ -161,6 +163,68 @@ def test_a_file_that_cannot_be_translated_is_refused_before_anything_is_written(
     (tmp_path / "empty.sh").write_text("echo hello\n")
     done = init(tmp_path, "mine", "--from", *words)
     assert done.returncode == 2 and message in done.stderr and not (tmp_path / "mine").exists()
+
+
+QUICK_START = """
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+args = GRPOConfig(output_dir="out", num_generations=4, per_device_train_batch_size=8, max_steps=3, bf16=False)
+trainer = GRPOTrainer("a model", reward_funcs="./judge", args=args, train_dataset=prompts, peft_config=LoraConfig(r=4))
+"""
+
+
+def judge(folder, model_folder) -> None:
+    """Save a reward model with the policy's tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes["num_key_value_heads"] = 4
+    config = Qwen2Config(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("user", ["Burkov", "simple_GRPO", "TRL", "EasyR1"])
+def test_the_settings_of_four_users_train(user, tmp_path, monkeypatch, model_folder, data_folder, server):
+    """As their files have them, but for model, data, lengths and prompts a step."""
+    expected, data = ["correctness_reward"], data_folder
+    words = [
+        "--model_name_or_path",
+        model_folder,
+        "--ref_servers",
+        server.url,
+        "--prompts_per_step=2",
+        "--report_to=none",
+    ]
+    words += [
+        "--max_prompt_length=400",
+        "--max_completion_length=16",
+        "--eval_steps=0",
+        "--output_dir",
+        tmp_path / "run",
+    ]
+    if user in ("Burkov", "simple_GRPO"):
+        file = REPOSITORY / f"configs/{user.lower()}.yaml"
+        words += ["--max_steps=3", "--max_resample=1", "--temperature=1"]
+        expected += ["format_reward"]
+    else:
+        (tmp_path / "theirs").write_text(QUICK_START if user == "TRL" else EASYR1)
+        theirs = (tmp_path / "theirs").rename(tmp_path / ("theirs.py" if user == "TRL" else "theirs.yaml"))
+        assert init(tmp_path, "mine", "--from", user.lower(), theirs).returncode == 0
+        file = tmp_path / "mine/config.yaml"
+    if user == "TRL":
+        judge(tmp_path / "judge", model_folder)
+        data, expected = tmp_path / "prompts.jsonl", ["judge"]
+        data.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(8)))
+        words += ["--reward_funcs", tmp_path / "judge"]
+    elif user == "EasyR1":  # its 15 passes are a few steps here
+        words += ["--dataset_prompt_column=question", "--reward_funcs", "correctness_reward", "--num_train_epochs=0.02"]
+    finish(1, list(map(str, ["--config", file, "--dataset_name", data, *words])))
+    rows = lines(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(f"rewards/{name}/mean" in row for row in rows for name in expected)
+    assert ("kl" in rows[-1]) is (user != "TRL")
 
 
 @pytest.mark.slow
