@@ -91,6 +91,8 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
         super().__post_init__()
         self.check(self.task == "logprobs", task="start a reward server by itself: python ref_server.py")
         self.check(not self.estimate, estimate="python ref_server.py --estimate prints it")
+        takes_updates = not self.starts_server or self.ref_update_steps == 0 or self.update_folder is not None
+        self.check(takes_updates, update_folder="ref_update_steps sends weights to the server: name a folder for them")
 
     @property
     def starts_server(self) -> bool:

@@ -363,6 +363,14 @@ def test_a_single_completion_is_enough_where_an_estimator_needs_no_group():
         assert trainer("--num_generations", "1", "--advantage_estimator", name).num_generations == 1
 
 
+def test_the_launcher_wants_a_folder_for_the_weights_that_its_server_is_sent(refused):
+    words = ["--beta=0.1", "--ref_update_steps=2"]
+    line = refused(LaunchConfig, *words)
+    assert "update_folder=None: ref_update_steps sends weights to the server: name a folder for them" in line
+    for more in ("--update_folder=new", "--ref_servers=http://other:1"):
+        assert parse_arguments(LaunchConfig, "", [*words, more]).ref_update_steps == 2
+
+
 def test_the_launcher_leaves_to_the_trainer_what_depends_on_its_ranks():
     config = parse_arguments(LaunchConfig, "", ["--use_peft"])
     assert config.prompts_per_step is None and config.learning_rate is None
