@@ -110,34 +110,6 @@ LossTerms = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 LossFunction = Callable[[LossInputs, LossSection], LossTerms]
 
 
-def grpo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and take the mean over sequences of token means: DeepSeekMath, arXiv:2402.03300, equation 3."""
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, mean_of_sequence_means(inputs), metrics
-
-
-def dapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and take the mean over all tokens of the step: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8.
-
-    bnpo is the same here: TRL divides it by the tokens of a micro-batch, but a result must not depend on the cut.
-    """
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, mean_of_tokens(inputs), metrics
-
-
-def dr_grpo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and divide the sum over tokens by the constant sequences x max_completion_length: Dr. GRPO, Liu et al.
-    2025, arXiv:2503.20783, section 3.2."""
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, divided_by(inputs.step.sequences * inputs.max_completion_length, inputs), metrics
-
-
-def luspo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and take the mean over sequences of token sums: LUSPO, Liu et al. 2026, arXiv:2602.05261."""
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, divided_by(inputs.step.sequences, inputs), metrics
-
-
 def cispo(inputs: LossInputs, settings: LossSection) -> LossTerms:
     """Weigh log p by -clip(ratio) A, the ratio without gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 
@@ -172,18 +144,6 @@ def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
     factor = torch.exp(rate + power * log_ratio - rate * log_ratio.exp()).nan_to_num(nan=0.0, posinf=0.0)
     policy = -inputs.to_tokens(factor * inputs.sequence_advantages) * inputs.logprobs
     return policy, mean_of_tokens(inputs), {"vespo/phi_seq_mean": factor}
-
-
-LOSSES: dict[str, LossFunction] = {
-    "grpo": grpo,
-    "bnpo": dapo,
-    "dr_grpo": dr_grpo,
-    "dapo": dapo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "luspo": luspo,
-    "vespo": vespo,
-}
 
 
 def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -234,6 +194,33 @@ def divided_by(divisor: int, inputs: LossInputs) -> torch.Tensor:
     """Return equal weights 1 / divisor, float32 [T]."""
     shares = torch.full_like(inputs.lengths, 1.0 / max(divisor, 1), dtype=torch.float64)
     return inputs.to_tokens(shares.float())
+
+
+def clipped(make_weights: Callable[[LossInputs], torch.Tensor]) -> LossFunction:
+    """Return the loss type with the clipped policy term and these weights."""
+
+    def loss(inputs: LossInputs, settings: LossSection) -> LossTerms:
+        policy, metrics = clipped_term(inputs, settings)
+        return policy, make_weights(inputs), metrics
+
+    return loss
+
+
+LOSSES: dict[str, LossFunction] = {
+    # The mean over sequences of token means: DeepSeekMath, arXiv:2402.03300, equation 3.
+    "grpo": clipped(mean_of_sequence_means),
+    # The mean over all tokens of the step: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8.
+    "dapo": clipped(mean_of_tokens),
+    # TRL divides by the tokens of a micro-batch, but a result must not depend on the cut.
+    "bnpo": clipped(mean_of_tokens),
+    # The sum over tokens, divided by a constant: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2.
+    "dr_grpo": clipped(lambda inputs: divided_by(inputs.step.sequences * inputs.max_completion_length, inputs)),
+    # The mean over sequences of token sums: LUSPO, Liu et al. 2026, arXiv:2602.05261.
+    "luspo": clipped(lambda inputs: divided_by(inputs.step.sequences, inputs)),
+    "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+}
 
 
 @functools.cache  # reward functions may change the directory that a path begins in
