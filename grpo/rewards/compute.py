@@ -41,7 +41,6 @@ from grpo.usercode.process import count_processes, run_in_loop
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.rewards import Message
 
-_FALLBACK = 0.0  # the reward of a completion on which a function hangs or ends its process
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -91,12 +90,12 @@ def start_functions(
         return functions, None
     names = dict(zip(rewards, config.reward_funcs, strict=True))
     pooled = [names[label] for label, function in functions.items() if _is_blocking(function)]
-    pool = RewardPool(pooled, config.reward_timeout, _FALLBACK, workers) if pooled else None
+    pool = RewardPool(pooled, config.reward_timeout, workers) if pooled else None
     for label, function in functions.items():
-        if pool is not None and _is_blocking(function):
+        if _is_blocking(function):
             functions[label] = pool.make_function(names[label])
         else:
-            functions[label] = add_deadline(label, function, config.reward_timeout, _FALLBACK)
+            functions[label] = add_deadline(label, function, config.reward_timeout)
     return functions, pool
 
 
