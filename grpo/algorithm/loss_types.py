@@ -111,10 +111,8 @@ LossFunction = Callable[[LossInputs, LossSection], LossTerms]
 
 
 def cispo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Weigh log p by -clip(ratio) A, the ratio without gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
-
-    The weight is clipped, and so no token loses its gradient. The mean is over all tokens of the step.
-    """
+    """Weigh log p by -clip(ratio) A, the ratio without gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The
+    weight is clipped, and so no token loses its gradient. The mean is over all tokens of the step."""
     high = settings.upper_clip
     clipped = (inputs.ratio > high) & (inputs.advantages > 0)
     policy = -inputs.ratio.clamp(max=high).detach() * inputs.advantages * inputs.logprobs
@@ -129,11 +127,9 @@ def sapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
 
 
 def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Weigh log p by -w^k e^(lambda (1 - w)) A: VESPO, Shen et al. 2026, arXiv:2602.10693.
-
-    w is the probability ratio of a sequence, without length normalisation or gradient, to the sampler if that is
-    corrected; the factor is 1 at w = 1. The bounds on log-ratios and the mean over all tokens are TRL's.
-    """
+    """Weigh log p by -w^k e^(lambda (1 - w)) A: VESPO, Shen et al. 2026, arXiv:2602.10693. w is the probability ratio
+    of a sequence, without length normalisation or gradient, to the sampler if that is corrected, and the factor 1 where
+    it is 1. The bounds on log-ratios and the mean over all tokens are TRL's."""
     log_ratio = (inputs.logprobs.detach() - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if inputs.sampler_weights is not None:
         log_ratio = log_ratio + inputs.sampler_weights.log().clamp(_LOG_LEAST, LOG_RATIO_LIMIT)
@@ -147,11 +143,9 @@ def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
 
 
 def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the policy term -min(ratio A, clip(ratio) A), [T], and the shares that were clipped.
-
-    With `delta`, a negative advantage's loss ends at delta |A|: the two-sided clip of INTELLECT-2 (arXiv:2505.07291),
-    which is the dual clip of Ye et al. 2020 (arXiv:1912.09729, equation 5).
-    """
+    """Return the policy term -min(ratio A, clip(ratio) A), [T], and the shares that were clipped. With `delta`, a
+    negative advantage's loss ends at delta |A|: the two-sided clip of INTELLECT-2 (arXiv:2505.07291), which is the dual
+    clip of Ye et al. 2020 (arXiv:1912.09729, equation 5)."""
     low, high, advantages = 1 - settings.epsilon, 1 + settings.upper_clip, inputs.advantages
     bounded = inputs.ratio if settings.delta is None else inputs.ratio.clamp(max=settings.delta)
     low_clipped = (bounded < low) & (advantages < 0)
@@ -177,10 +171,8 @@ def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSectio
 
 
 def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:
-    """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens.
-
-    An empty completion adds 0, and counts as a sequence.
-    """
+    """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens. An empty
+    completion adds 0, and counts as a sequence."""
     shares = 1.0 / (inputs.lengths.clamp(min=1) * max(inputs.step.sequences, 1))
     return inputs.to_tokens(shares.float())
 

@@ -56,11 +56,9 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
-    """Load the language model in its dtype on `device`, or spread over all with a `device_map`, and check its head.
-
-    It must stay in evaluation mode: else its log-probs would be those of another distribution than it sampled from.
-    Raises ConfigError, also if a package that this needs is not installed, or memory is too small.
-    """
+    """Load the language model in its dtype on `device`, or spread over all with a `device_map`, and check its head. It
+    must stay in evaluation mode: else its log-probs would be those of another distribution than it sampled from. Raises
+    ConfigError, also if a package that this needs is not installed, or memory is too small."""
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
         require_packages("device_map", device_map, "accelerate")

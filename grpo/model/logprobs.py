@@ -27,9 +27,7 @@ def token_logprobs(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(token | all tokens before it) of every completion token, and on request the entropy there, in nats.
-
-    Both are float32 [T] in the order of `batch.targets`, of softmax(logits / temperature), and carry gradients.
-    """
+    Both are float32 [T] in the order of `batch.targets`, of softmax(logits / temperature), and carry gradients."""
     return _at_head(_body(model, batch), model, batch, temperature, with_entropy)
 
 
@@ -76,11 +74,9 @@ def _body(model: nn.Module, batch: Batch, **options):
 
 @contextmanager
 def text_at(model: nn.Module, input_ids: Tensor, places: Tensor | None) -> Iterator[Tensor]:
-    """Let the model take the ids at these places for text, which it would take for pieces of a picture.
-
-    It is given another id there, and its embedding the right one, except in calls with other shapes, such as those
-    that generate makes for the tokens that follow.
-    """
+    """Let the model take the ids at these places for text, which it would take for pieces of a picture. It is given
+    another id there, and its embedding the right one, except in calls with other shapes, such as those that generate
+    makes for the tokens that follow."""
     if places is None:
         yield input_ids
         return
@@ -127,11 +123,9 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 def recompute(model: nn.Module, wanted: bool) -> None:
-    """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so.
-
-    Layers recompute only in training mode, which they must still have in the backward pass. The rest of the model stays
-    in evaluation mode: training mode turns on noise that no setting turns off (PhiMoE draws its experts at random).
-    """
+    """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so. Layers
+    recompute only in training mode, which they must still have in the backward pass. The rest of the model stays in
+    evaluation mode: training mode turns on noise that no setting turns off (PhiMoE draws its experts at random)."""
     for layer in model.modules():
         if getattr(layer, "gradient_checkpointing", False):
             layer.training = wanted
@@ -242,10 +236,8 @@ class Head:
 
 
 class _Logprobs(torch.autograd.Function):
-    """Log-probs of the targets, and entropies or None, float32 [T], from hidden states [T, hidden size].
-
-    One node of the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time.
-    """
+    """Log-probs of the targets, and entropies or None, float32 [T], from hidden states [T, hidden size]. One node of
+    the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool):

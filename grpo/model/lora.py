@@ -105,10 +105,8 @@ def _refused(name: str, reason: str) -> ConfigError:
 
 def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     """Give the model an adapter, drawn from the run's seed, or continue with the one it came with; freeze the rest.
-
     Return whether it came with one. A new adapter changes no output yet: its second matrix is 0. With
-    `freeze_vision_tower` it has no layers in the vision tower. Raises ConfigError if it fits no layer.
-    """
+    `freeze_vision_tower` it has no layers in the vision tower. Raises ConfigError if it fits no layer."""
     if hasattr(model, "peft_config"):
         adapter = model.peft_config[NAME]
         log.info("continuing with %s: r %d, alpha %g", config.model_name_or_path, adapter.r, adapter.lora_alpha)
@@ -193,10 +191,8 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights that the adapter is on, by the names of the plain model.
-
-    Those in 4 bits are unpacked into the model's dtype, as copies on the CPU; all others are no copies.
-    """
+    """Return the weights that the adapter is on, by the names of the plain model. Those in 4 bits are unpacked into the
+    model's dtype, as copies on the CPU; all others are no copies."""
     weights = named_weights(model)
     weights |= {name: unpacked(weight).cpu() for name, weight in model.named_parameters() if is_packed(weight)}
     return {name.replace(".base_layer.", "."): weight for name, weight in weights.items() if ".lora_" not in name}
@@ -324,10 +320,8 @@ def layout(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def keep_layout(model: PreTrainedModel) -> None:
-    """Keep 4 bit weights in the layout that gradients can pass through.
-
-    On a CPU with AVX512-BF16, bitsandbytes packs them anew in the first pass without gradients.
-    """
+    """Keep 4 bit weights in the layout that gradients can pass through. On a CPU with AVX512-BF16, bitsandbytes packs
+    them anew in the first pass without gradients."""
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False

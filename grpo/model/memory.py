@@ -114,11 +114,9 @@ def server_memory(model: PreTrainedModel, quantization: str, tokens: int, longes
 
 
 def weights(model: PreTrainedModel, quantization: str) -> int:
-    """Return the bytes of the weights, a tied head once, linear layers as bitsandbytes lays them out.
-
-    In 8 bits with a float32 for each output, in 4 bits with a byte for every 64 numbers and a float32 for every 256
-    such bytes. Embeddings, head, norms, biases and an adapter stay in the model's dtype.
-    """
+    """Return the bytes of the weights, a tied head once, linear layers as bitsandbytes lays them out. In 8 bits with a
+    float32 for each output, in 4 bits with a byte for every 64 numbers and a float32 for every 256 such bytes.
+    Embeddings, head, norms, biases and an adapter stay in the model's dtype."""
     item = model.dtype.itemsize
     size = sum(parameter.numel() for parameter in model.parameters()) * item
     if quantization == "none":

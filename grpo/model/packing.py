@@ -63,9 +63,7 @@ class Tree:
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where each segment's queries begin and end, and its keys when they are laid out one after the other.
-
-        Both int32 [segments + 1], made once for each device: a copy in each layer would make it wait for the GPU.
-        """
+        Both int32 [segments + 1], made once for each device: a copy in each layer would make it wait for the GPU."""
         if device not in self._ends:
             lengths = np.array([[0, *self.segments], [0, *self.key_lengths]])
             self._ends[device] = torch.from_numpy(lengths.cumsum(axis=1, dtype=np.int32)).to(device).unbind()
@@ -101,10 +99,8 @@ class Batcher:
     vision: Vision | None = None  # how the model sees pictures; None if it takes text alone
 
     def cut(self, sequences: Sequence[tuple[Ids, Ids]], budget: int) -> list[list[int]]:
-        """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch.
-
-        The completions of a prompt stay together if they fit. A sequence longer than the budget is a batch by itself.
-        """
+        """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch. The
+        completions of a prompt stay together if they fit. A sequence longer than the budget is a batch by itself."""
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
         packed = [index for index, length in enumerate(lengths) if length <= self.longest_packed]
         padded = [index for index, length in enumerate(lengths) if length > self.longest_packed]
@@ -117,10 +113,8 @@ class Batcher:
         predicted: Sequence[np.ndarray | None] | None = None,
     ) -> Batch:
         """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
-
         `predicted` marks for each sequence, bool [len(completion)], the tokens that are predicted; None, for one or for
-        all of them, is every token. Raises PictureError if a prompt's picture cannot be opened.
-        """
+        all of them, is every token. Raises PictureError if a prompt's picture cannot be opened."""
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         predicted = predicted or [None] * len(sequences)
         if longest <= self.longest_packed:

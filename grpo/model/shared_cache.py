@@ -75,12 +75,9 @@ class SharedCache:
         return True
 
     def step(self, shape: Shape, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:
-        """Prepare the next forward pass, one token for each of the first rows.
-
-        `cells` [2, rows]: the slot of each row's prompt, and its number among that prompt's rows. `prompts` [rows]:
-        tokens of its prompt. `places` [rows]: which of the row's tokens it is. `rows_of` [slots, copies]: the row in
-        each cell, any row in an empty one.
-        """
+        """Prepare the next forward pass, one token for each of the first rows. `cells` [2, rows]: the slot of each
+        row's prompt, and its number among that prompt's rows. `prompts` [rows]: tokens of its prompt. `places` [rows]:
+        which of the row's tokens it is. `rows_of` [slots, copies]: the row in each cell, any row in an empty one."""
         self.fed = []
         self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
         self._indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}

@@ -48,10 +48,8 @@ def write_weights(
     dtype: torch.dtype | None = None,
     change: Callable[[str, slice, Tensor], Tensor] | None = None,
 ) -> str:
-    """Write tensors to a file, in `dtype` or each in its own, and return the file's SHA-256 in hex.
-
-    `change(name, part, values)` may replace the values of a slice of the flattened tensor.
-    """
+    """Write tensors to a file, in `dtype` or each in its own, and return the file's SHA-256 in hex. `change(name, part,
+    values)` may replace the values of a slice of the flattened tensor."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     stop = 0
     for name, tensor in weights.items():

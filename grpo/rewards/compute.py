@@ -45,11 +45,9 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
-    """Return the rewards of `reward_funcs`, in its order, by the name that each is logged under.
-
-    A function is imported. A reward model is its folder, hub id or URL, and its name the last part of that. Raises
-    ConfigError if a file, function or folder is missing, or a name stands twice.
-    """
+    """Return the rewards of `reward_funcs`, in its order, by the name that each is logged under. A function is
+    imported. A reward model is its folder, hub id or URL, and its name the last part of that. Raises ConfigError if a
+    file, function or folder is missing, or a name stands twice."""
     rewards: dict[str, Callable | str] = {}
     for name in names:
         label, reward = _find_reward(name)
@@ -62,10 +60,8 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
 def start_rewards(
     rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device, run: str = ""
 ) -> tuple[dict[str, Callable | RewardScorer], RewardPool | None]:
-    """Load models, wait for servers, start processes; return the rewards ready for use, and the processes' pool.
-
-    `run` is shown on the servers' pages. Raises what RewardModel and RewardClient raise.
-    """
+    """Load models, wait for servers, start processes; return the rewards ready for use, and the processes' pool. `run`
+    is shown on the servers' pages. Raises what RewardModel and RewardClient raise."""
     started: dict[str, Callable | RewardScorer] = {}
     functions, pool = start_functions(rewards, config, count_processes())
     for label, reward in rewards.items():

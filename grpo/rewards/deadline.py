@@ -29,10 +29,8 @@ _FALLBACK = 0.0  # the reward of a completion on which a function hangs or ends 
 
 
 def call_each_alone(label: str, compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
-    """Return an async function for `await_call` that calls this one on all completions at once, as batches of one.
-
-    The calls' logs are logged for the whole batch: a column is null for calls without it.
-    """
+    """Return an async function for `await_call` that calls this one on all completions at once, as batches of one. The
+    calls' logs are logged for the whole batch: a column is null for calls without it."""
 
     async def compute_or_fall_back(batch: RewardBatch, logged: Logged) -> float | None:
         try:
@@ -108,10 +106,8 @@ class RewardPool(ProcessPool):
         self._names = names
 
     def make_function(self, name: str) -> Callable:
-        """Return an async function that calls the function of this name in the workers, on each completion alone.
-
-        It raises RewardError if the function raises or returns no reward.
-        """
+        """Return an async function that calls the function of this name in the workers, on each completion alone. It
+        raises RewardError if the function raises or returns no reward."""
         index, label = self._names.index(name), name.rpartition(":")[2]
 
         async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:

@@ -58,10 +58,8 @@ class Draws(LogitsProcessor):
 
 @contextmanager
 def policy_that_draws(model: PreTrainedModel) -> Iterator[None]:
-    """Set a model that is trained to draw completions within, in torch.inference_mode.
-
-    Autograd takes no tensor that was made there. A model may keep some (positions by a dynamic RoPE): they are cloned.
-    """
+    """Set a model that is trained to draw completions within, in torch.inference_mode. Autograd takes no tensor that
+    was made there. A model may keep some (positions by a dynamic RoPE): they are cloned."""
     model.eval()  # layers that recompute their activations would switch the KV cache off
     try:
         with torch.inference_mode(), frozen_norms(model):
@@ -76,11 +74,9 @@ def policy_that_draws(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _exact_head(model: PreTrainedModel) -> Iterator[None]:
-    """Let a head of 16 bits give the last position's logits in fp32, as the loss computes them, and no others.
-
-    The head's own logits are rounded to 16 bits: another distribution. In fp32 nothing changes. A head that is more
-    than nn.Linear (quantised, adapted, spread over devices) stays as it is.
-    """
+    """Let a head of 16 bits give the last position's logits in fp32, as the loss computes them, and no others. The
+    head's own logits are rounded to 16 bits: another distribution. In fp32 nothing changes. A head that is more than
+    nn.Linear (quantised, adapted, spread over devices) stays as it is."""
     linear = model.get_output_embeddings()
     plain = getattr(getattr(linear, "forward", None), "__func__", None) is nn.Linear.forward
     if not plain or type(linear.weight) is not nn.Parameter or linear.weight.dtype not in HALF:

@@ -156,11 +156,8 @@ class Rows:
         hidden: list[Tensor],
         numbers: list[np.ndarray] | None,
     ) -> None:
-        """Draw the first token of completions in these rows, which were free.
-
-        `cells`: the state of each up to BASE. `hidden`: the last hidden state of its prompt. `numbers`: its random
-        numbers, float64 [longest].
-        """
+        """Draw the first token of completions in these rows, which were free. `cells`: the state of each up to BASE.
+        `hidden`: the last hidden state of its prompt. `numbers`: its random numbers, float64 [longest]."""
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
             slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)

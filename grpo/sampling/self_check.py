@@ -39,11 +39,8 @@ def check_sampling(
     model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int, vision: Vision | None = None
 ) -> None:
     """Draw two completions of a prompt beside a longer prompt, so that generate pads it on the left; with `vision` both
-    have pictures.
-
-    Logs a small difference between their log-probs and the loss's. Raises ConfigError for a large one, or if the model
-    cannot draw them.
-    """
+    have pictures. Logs a small difference between their log-probs and the loss's. Raises ConfigError for a large one,
+    or if the model cannot draw them."""
     *_, (longer, rest), (prompt, _) = trial_sequences(model, vision)
     examples = [Example(0, "", ids, {}) for ids in (prompt, with_more(longer, rest))]
     try:
@@ -86,11 +83,9 @@ def make_sampler(
     vision: Vision | None = None,
     turns: Responder | None = None,
 ) -> LocalSampler:
-    """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate.
-
-    On a GPU its steps are CUDA graphs if the model's forward pass can be recorded. `longest_packed` is the batcher's; 0
-    asks for generate. Raises ConfigError if even generate would draw from another distribution than is scored.
-    """
+    """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
+    steps are CUDA graphs if the model's forward pass can be recorded. `longest_packed` is the batcher's; 0 asks for
+    generate. Raises ConfigError if even generate would draw from another distribution than is scored."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"

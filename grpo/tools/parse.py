@@ -58,10 +58,8 @@ class TurnReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict], parser: str
     ):
-        """`schemas`: those of the tools, if calls are to be read; `parser`: `tool_call_parser`.
-
-        Raises ConfigError if "auto" finds no format in the chat template.
-        """
+        """`schemas`: those of the tools, if calls are to be read; `parser`: `tool_call_parser`. Raises ConfigError if
+        "auto" finds no format in the chat template."""
         self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
         # The tokenizer names one end of a turn, and the model may have others.
         ends = [token for token in eos_token_ids if not tokenizer.decode([token], skip_special_tokens=True)]
@@ -113,9 +111,7 @@ class TurnReader:
 
 def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning.
-
-    `in_thought`: the text before has begun the reasoning.
-    """
+    `in_thought`: the text before has begun the reasoning."""
     reasoning, mark, rest = text.partition("</think>")
     before, first_call, _ = reasoning.partition("<tool_call>")
     # Reasoning may mention a call, and an argument of a call may have </think> in it.

@@ -49,10 +49,8 @@ class Tool:
 
 
 def make_tool(field: str, value: str, function: Callable, is_method: bool = False) -> Tool:
-    """Make a tool of a function, which the setting `field` names by `value`.
-
-    Raises ConfigError unless it has type hints, a docstring with a line for each argument, and named arguments alone.
-    """
+    """Make a tool of a function, which the setting `field` names by `value`. Raises ConfigError unless it has type
+    hints, a docstring with a line for each argument, and named arguments alone."""
     from transformers.utils import get_json_schema
 
     is_function = hasattr(function, "__name__") and not inspect.isclass(function)

@@ -33,11 +33,8 @@ _OURS = {"reset", "get_reward", "close"}
 
 
 class EnvironmentClass:
-    """The class that `environment` names.
-
-    Its form is TRL's, with methods that the policy calls as tools, or a game's: beside `reset`, `get_reward` and
-    `close` it has only `step`, which takes the policy's text.
-    """
+    """The class that `environment` names. Its form is TRL's, with methods that the policy calls as tools, or a game's:
+    beside `reset`, `get_reward` and `close` it has only `step`, which takes the policy's text."""
 
     def __init__(self, name: str):
         """Load it. Raises ConfigError if there is no such class, or it has neither form's methods."""

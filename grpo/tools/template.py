@@ -108,10 +108,8 @@ def render_call(
     name: str,
     arguments: dict[str, str],
 ) -> list[str]:
-    """Return the policy's text of a call, in each form that the chat template takes.
-
-    If the template begins that turn otherwise than the policy does, the text includes the template's beginning.
-    """
+    """Return the policy's text of a call, in each form that the chat template takes. If the template begins that turn
+    otherwise than the policy does, the text includes the template's beginning."""
     ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
     texts = []
     for in_parts, text_arguments in _FORMS:
