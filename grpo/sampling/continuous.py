@@ -105,8 +105,7 @@ class _Loop:
         for each costs more. Return whether there were any."""
         if not self._waiting or self._waiting[0].due > self._steps:
             return False
-        rows: list[int] = []
-        answers: list[list[int]] = []
+        answers: dict[int, list[int]] = {}  # by row
         while self._waiting and self._waiting[0].due <= self._steps + ANSWER_STEPS // 2:
             completion = self._waiting.popleft()
             row, answer, completion.answer = self._in_rows.index(completion), completion.answer.result(), None
@@ -114,10 +113,9 @@ class _Loop:
                 self._leave(row)
             else:
                 completion.drawn += [False] * len(answer)
-                rows.append(row)
-                answers.append(answer)
-        if rows:
-            self._rows.feed(rows, answers)
+                answers[row] = answer
+        if answers:
+            self._rows.feed(answers)
         return True
 
     def _leave(self, row: int) -> None:

@@ -51,18 +51,12 @@ class StepGraphs:
                 step(shape)
             self._graphs[shape] = None
         else:
-            graph = self._graphs[shape] = self._graphs[shape] or self._record(step, shape)
+            if (graph := self._graphs[shape]) is None:
+                graph, mode = torch.cuda.CUDAGraph(), "thread_local"  # NCCL's watchdog may call CUDA meanwhile
+                with torch.cuda.device(self._device), torch.cuda.graph(graph, self._pool, capture_error_mode=mode):
+                    step(shape)
+                self._graphs[shape] = graph
             graph.replay()
-
-    def _record(self, step: Callable[[Shape], None], shape: Shape) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog) may call CUDA meanwhile.
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            step(shape)
-        return graph
 
 
 @contextmanager
@@ -112,7 +106,6 @@ class Rows:
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
-        # None, not a method of this object: in a cycle the cache and the graphs would outlive the call.
         self._token_pass = None
         if is_known(self._body):
             self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
@@ -164,21 +157,21 @@ class Rows:
             self._numbers[slots, copies] = torch.from_numpy(np.stack(numbers)).to(self._device)
         self._draw_next(rows, hidden)
 
-    def feed(self, rows: list[int], answers: list[list[int]]) -> None:
+    def feed(self, answers: dict[int, list[int]]) -> None:
         """Let an answer follow the tokens of each of these rows, and draw the token after it."""
-        lengths = [1 + len(answer) for answer in answers]  # a row's last token has not been fed
+        rows, lengths = [*answers], [1 + len(answer) for answer in answers.values()]  # a row's last token was not fed
         self._make_room((self.state[PLACE, rows] + lengths).max())
         hidden: list[Tensor] = []
         for part in _parts(lengths):
             fed: list[Fed] = []
             ids: list[int] = []
             positions: list[int] = []
-            for row, answer, length in zip(rows[part], answers[part], lengths[part], strict=True):
+            for row, length in zip(rows[part], lengths[part], strict=True):
                 slot, _, prompt, base, token, place, _ = self.state[:, row].tolist()
                 fed.append(Fed(row, slot, prompt, place, length))
-                ids += [token, *answer]
+                ids += [token, *answers[row]]
                 positions += range(base + place, base + place + length)
-                self.ids[row, place + 1 : place + length] = answer
+                self.ids[row, place + 1 : place + length] = answers[row]
                 self.logprobs[row, place + 1 : place + length] = np.nan
                 self.state[PLACE, row] = place + length
             self._cache.fed = fed
@@ -266,8 +259,11 @@ class Rows:
         """Feed each row's last token and draw its next one."""
         slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
         self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
-        token_pass = self._token_pass or self._modules_pass
-        hidden = token_pass(tokens, bases + places)
+        positions = bases + places
+        if self._token_pass is not None:
+            hidden = self._token_pass(tokens, positions)
+        else:
+            hidden = self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
         places += added
         drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
         tokens.copy_(drawn)
@@ -275,9 +271,6 @@ class Rows:
 
     def _draw(self, hidden: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
         return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
-
-    def _modules_pass(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
 
     def _forward(self, ids: Tensor, positions: Tensor, **options) -> Tensor:
         """Return the last hidden states of the model's body."""
