@@ -31,12 +31,10 @@ def token_logprobs(
     return _at_head(_body(model, batch), model, batch, temperature, with_entropy)
 
 
-def with_router_logits(
-    model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `token_logprobs` and `router_logits` from one forward pass."""
+def with_router_logits(model: nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropies and `router_logits` from one forward pass."""
     body = _body(model, batch, output_router_logits=True)
-    return *_at_head(body, model, batch, temperature, with_entropy), _at_routers(body, batch)
+    return *_at_head(body, model, batch, temperature, with_entropy=True), _at_routers(body, batch)
 
 
 def router_logits(model: nn.Module, batch: Batch) -> Tensor:
