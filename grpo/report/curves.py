@@ -191,7 +191,7 @@ def _rounded(values: Iterable[float]) -> list[float]:
 
 def make_phases(runs: Sequence[RecordedRun]) -> list[Phases]:
     """Return the time of each run by phase; all runs have the same phases in the same order."""
-    names = [name for name in dict.fromkeys(name for run in runs for name in run.names) if name.startswith(TIME)]
+    names = [name for name in dict.fromkeys(chain(*(run.names for run in runs))) if name.startswith(TIME)]
     return [_phases(run, names) for run in runs]
 
 
