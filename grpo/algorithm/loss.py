@@ -10,17 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from grpo.algorithm.loss_types import (
-    LOG_RATIO_LIMIT,
-    LOSSES,
-    LossInputs,
-    StepSize,
-    Tokens,
-    exp_bounded,
-    find_loss,
-    sequence_sums,
-    to_tokens,
-)
+from grpo.algorithm.loss_types import LOG_RATIO_LIMIT, LOSSES, LossInputs, StepSize, Tokens, exp_bounded, find_loss
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import LossSection
 
@@ -49,7 +39,7 @@ def grpo_loss(
         logprobs=logprobs,
         old_logprobs=old,
         ratio=_ratio(tokens, old, settings.importance_sampling_level),
-        advantages=to_tokens(tokens.advantages, tokens.lengths, len(logprobs)),
+        advantages=tokens.to_tokens(tokens.advantages),
         sequence_advantages=tokens.advantages,
         entropy=entropy,
         sampler_weights=sampler_weights,
@@ -115,8 +105,8 @@ def _ratio(tokens: Tokens, old: torch.Tensor, level: str) -> torch.Tensor:
     log_ratio = tokens.logprobs - old
     if level == "token":
         return exp_bounded(log_ratio)
-    log_ratio = sequence_sums(log_ratio, tokens.lengths) / tokens.lengths.clamp(min=1)
-    return to_tokens(exp_bounded(log_ratio), tokens.lengths, len(old))
+    log_ratio = tokens.to_sequences(log_ratio) / tokens.lengths.clamp(min=1)
+    return tokens.to_tokens(exp_bounded(log_ratio))
 
 
 def _kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:
@@ -136,7 +126,7 @@ def _near_policy(tokens: Tokens, old: torch.Tensor, threshold: float) -> torch.T
     sampled = old if tokens.sampling_logprobs is None else tokens.sampling_logprobs
     # Tokens without the sampler's log-prob count as distance 0.
     away = (sampled - tokens.logprobs.detach()).nan_to_num(nan=0.0)
-    distance = sequence_sums(away, tokens.lengths) / tokens.lengths.clamp(min=1)
+    distance = tokens.to_sequences(away) / tokens.lengths.clamp(min=1)
     return (tokens.advantages >= 0) | (distance <= threshold)
 
 
@@ -147,14 +137,14 @@ def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection
     level, kind = settings.importance_sampling_mode.split("_")
     # Without the sampler's log-prob the weight is 1.
     difference = (old - tokens.sampling_logprobs).nan_to_num(nan=0.0)
-    weight = exp_bounded(sequence_sums(difference, tokens.lengths) if level == "sequence" else difference)
+    weight = exp_bounded(tokens.to_sequences(difference) if level == "sequence" else difference)
     low, high = settings.importance_sampling_clip_min, settings.importance_sampling_clip_max
     low, high = (0.0 if low is None else low), (torch.inf if high is None else high)
     if kind == "truncate":
         weight = weight.clamp(low, high)
     else:
         weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
-    return weight, to_tokens(weight, tokens.lengths, len(old)) if level == "sequence" else weight
+    return weight, tokens.to_tokens(weight) if level == "sequence" else weight
 
 
 def experts_chosen(router_logits: torch.Tensor, per_token: int) -> torch.Tensor:

@@ -41,9 +41,25 @@ class StepSize:
     """tokens in the policy term and the entropy bonus, if top_entropy_quantile is below 1; None: all"""
 
 
+class _OfSequences:
+    """T completion tokens of S sequences, one sequence after the other."""
+
+    lengths: torch.Tensor  # int64 [S]
+    logprobs: torch.Tensor  # [T]
+
+    def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Repeat each sequence's value at each of its tokens, [S] -> [T]. The known T avoids waiting for a GPU."""
+        return values.repeat_interleave(self.lengths, dim=0, output_size=len(self.logprobs))
+
+    def to_sequences(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum the values of each sequence's tokens, [T] -> [S]."""
+        owner = self.to_tokens(torch.arange(len(self.lengths), device=self.lengths.device))
+        return values.new_zeros(len(self.lengths)).index_add(0, owner, values)
+
+
 @dataclass(frozen=True)
-class Tokens:
-    """The inputs of the loss: T completion tokens of S sequences, one sequence after the other."""
+class Tokens(_OfSequences):
+    """The inputs of the loss."""
 
     lengths: torch.Tensor  # int64 [S] tokens of each sequence, may be 0
     advantages: torch.Tensor  # [S] advantage of each sequence
@@ -61,17 +77,6 @@ def exp_bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def to_tokens(values: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Repeat each sequence's value at each of its tokens, [S] -> [T]. `count` (T) avoids waiting for a GPU."""
-    return values.repeat_interleave(lengths, dim=0, output_size=count)
-
-
-def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Sum the values of each sequence's tokens, [T] -> [S]."""
-    owner = to_tokens(torch.arange(len(lengths), device=lengths.device), lengths, len(values))
-    return values.new_zeros(len(lengths)).index_add(0, owner, values)
-
-
 # The papers' constants, by the sign of the advantage; TRL's defaults too.
 SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG = 1.0, 1.05  # the gate closes faster for negative advantages
 VESPO_K_POS, VESPO_LAMBDA_POS = 2.0, 3.0  # the ratio's power, and the rate at which a ratio above 1 loses weight
@@ -80,8 +85,8 @@ _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """The inputs of a loss type: T completion tokens of S sequences, and the size of the whole step."""
+class LossInputs(_OfSequences):
+    """The inputs of a loss type, and the size of the whole step."""
 
     logprobs: torch.Tensor  # [T] log-probs of the policy, with gradient
     old_logprobs: torch.Tensor  # [T] log-probs of the policy before the first update on the tokens
@@ -96,14 +101,6 @@ class LossInputs:
     lengths: torch.Tensor  # int64 [S] tokens of each sequence, may be 0
     step: StepSize
     max_completion_length: int
-
-    def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Repeat each sequence's value at each of its tokens, [S] -> [T]."""
-        return to_tokens(values, self.lengths, len(self.logprobs))
-
-    def to_sequences(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the values of each sequence's tokens, [T] -> [S]."""
-        return sequence_sums(values, self.lengths)
 
 
 LossTerms = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
