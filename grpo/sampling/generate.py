@@ -11,14 +11,7 @@ from itertools import compress
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.data.records import Example, Outcome, Rollout
 from grpo.data.responder import Dialogue, Responder, close_all, make_rollout
@@ -261,8 +254,8 @@ class LocalSampler(Sampler):
                     input_ids=shown,
                     attention_mask=attention_mask.to(model.device),
                     generation_config=settings,
-                    logits_processor=LogitsProcessorList([draws]),
-                    stopping_criteria=StoppingCriteriaList(criteria),
+                    logits_processor=[draws],
+                    stopping_criteria=criteria,
                     **pictures,
                 )
                 return ids[:, width:]
