@@ -88,11 +88,8 @@ def text_at(model: nn.Module, input_ids: Tensor, places: Tensor | None) -> Itera
         ids.view(-1)[places.to(ids.device)] = input_ids.view(-1)[places].to(ids.device)
         return (ids, *inputs[1:])
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(embed_right_ids)
-    try:
+    with model.get_input_embeddings().register_forward_pre_hook(embed_right_ids):
         yield shown
-    finally:
-        hook.remove()
 
 
 def _predicting(states: Tensor, batch: Batch) -> Tensor:
@@ -209,11 +206,8 @@ class Head:
         hidden = getattr(body, "last_hidden_state", None)
         if linear is None or hidden is None or hidden.shape[-1] != linear.weight.shape[1]:
             raise ConfigError(f"{name} has no linear head over its last hidden states: use another model")
-        hook = linear.register_forward_pre_hook(lambda linear, inputs: head_inputs.append(inputs[0]))
-        try:
+        with linear.register_forward_pre_hook(lambda linear, inputs: head_inputs.append(inputs[0])):
             expected = model(input_ids=ids, use_cache=False).logits[0].float()
-        finally:
-            hook.remove()
         head = cls.of(model)
         hidden = hidden[0].to(head.weight)
         # In 16 bit two passes may round differently, and a deep model amplifies that, for some tokens without limit. So

@@ -241,11 +241,8 @@ def trained_alone(model: PreTrainedModel) -> Iterator[None]:
         for name in weights.keys() - trained:
             del weights[name]
 
-    hook = model.register_state_dict_post_hook(leave_out)
-    try:
+    with model.register_state_dict_post_hook(leave_out):
         yield
-    finally:
-        hook.remove()
 
 
 class AdapterOffReference:

@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -176,13 +176,12 @@ def activations(
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
     embeddings = model.get_input_embeddings()
     fed = pictures.inputs(model, tokens) if pictures is not None else {}
-    hooks = [
-        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
-        for weight in model.parameters()
-        if backward and weight.requires_grad
-    ]
     live = LiveTensors(model)
-    with _counted_attention(model, beside):
+    with ExitStack() as hooks, _counted_attention(model, beside):
+        for weight in model.parameters():
+            if backward and weight.requires_grad:
+                drop = weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+                hooks.enter_context(drop)
         try:
             recompute(model, wanted=backward)
             with live, torch.set_grad_enabled(backward):
@@ -195,7 +194,7 @@ def activations(
                     inputs = {"inputs_embeds": states, "position_ids": positions}
                 else:
                     inputs = {name: value.clone() for name, value in fed.items()}
-                    hooks.append(embeddings.register_forward_hook(lambda *_: states))
+                    hooks.enter_context(embeddings.register_forward_hook(lambda *_: states))
                 out = body_of(model)(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
                 torch.empty(head, dtype=torch.uint8, device="meta")
                 if backward:
@@ -203,9 +202,6 @@ def activations(
         # A model's code may fail in any way on tensors without numbers or on a mask that it does not know.
         except Exception as error:
             raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
-        finally:
-            for hook in hooks:
-                hook.remove()
     return live.most
 
 
