@@ -228,9 +228,7 @@ def draw_charts(charts: Sequence[Chart], names: Sequence[str], path: Path, colum
             dash = _DASHES[(place if several else place // len(COLOURS)) % len(_DASHES)]
             for line in lines:
                 colour = COLOURS[(line.run if several else place) % len(COLOURS)]
-                style: dict[str, Any] = {"color": colour, "linestyle": dash}
-                if not several:
-                    style["label"] = metric
+                style = {"color": colour, "linestyle": dash, "label": None if several else metric}
                 if line.smooth:
                     axes.plot(line.steps, line.values, color=colour, alpha=0.25, linewidth=0.8)
                     axes.plot(line.steps, line.smooth, **style)

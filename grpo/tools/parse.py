@@ -170,7 +170,7 @@ def _choose_format(
     """Return the format of `tool_call_parser`; "auto" is the one that reads the chat template's own call. Raises
     ConfigError if none does."""
     call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
-    texts = render_call(tokenizer, eos_token_ids, schemas, call.name, call.arguments)
+    texts = render_call(tokenizer, eos_token_ids, schemas, call.arguments)
     readable = (name for name, read in _FORMATS.items() if any(read(text, False)[1] == [call] for text in texts))
     written = next(readable, None)
     if parser == "auto" and written is None:

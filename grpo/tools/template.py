@@ -102,16 +102,12 @@ class AnswerTemplate:
 
 
 def render_call(
-    tokenizer: PreTrainedTokenizerBase,
-    eos_token_ids: Sequence[int],
-    schemas: list[dict],
-    name: str,
-    arguments: dict[str, str],
+    tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict], arguments: dict[str, str]
 ) -> list[str]:
-    """Return the policy's text of a call, in each form that the chat template takes. If the template begins that turn
-    otherwise than the policy does, the text includes the template's beginning."""
+    """Return the policy's text of a call of the first tool, in each form that the chat template takes. If the template
+    begins that turn otherwise than the policy does, the text includes the template's beginning."""
     ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
-    texts = []
+    name, texts = schemas[0]["function"]["name"], []
     for in_parts, text_arguments in _FORMS:
         messages = [{"role": "user", "content": _MARK}, _make_call_turn(name, arguments, text_arguments)]
         if in_parts:
