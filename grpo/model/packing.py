@@ -175,9 +175,7 @@ class _Layout(NamedTuple):
 
 
 def _packed(sequences: Sequences, groups: list[list[int]], vision: Vision | None) -> _Layout:
-    ids, positions, blocks = [], [], []
-    prompts: list[tuple[Ids, int]] = []
-    lengths: list[tuple[int, list[int]]] = []
+    ids, positions, blocks, prompts, lengths = [], [], [], [], []
     places: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
     start = 0
     for group in groups:

@@ -137,8 +137,7 @@ class _Loop:
     def _refill(self) -> None:
         """Let completions begin in free rows, then bring the rows that draw to the front."""
         free = [row for row, completion in enumerate(self._in_rows) if completion is None]
-        taken: list[int] = []
-        fresh: list[int] = []
+        taken, fresh = [], []
         while self._left and len(taken) < len(free):
             index = self._left[0] // self._order.copies
             if index not in self._prompts_in:
@@ -158,13 +157,11 @@ class _Loop:
         self._bring_forward()
 
     def _begin_in(self, rows: list[int], numbers: list[int]) -> None:
-        cells: list[tuple[int, int, int, int]] = []
-        hidden: list[torch.Tensor] = []
+        cells, hidden = [], []
         for row, number in zip(rows, numbers, strict=True):
             index, copy = divmod(number, self._order.copies)
-            dialogue, prompt = None, self._prompts_in[index]
-            if self._turns is not None:
-                dialogue = self._turns.begin(self._order.examples[index], self._order.name(number))
+            example, name, prompt = self._order.examples[index], self._order.name(number), self._prompts_in[index]
+            dialogue = None if self._turns is None else self._turns.begin(example, name)
             self._in_rows[row] = _Completion(number, dialogue)
             cells.append((prompt.slot, copy, len(self._prompts[index]), prompt.base))
             hidden.append(prompt.hidden)

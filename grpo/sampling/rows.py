@@ -163,9 +163,7 @@ class Rows:
         self._make_room((self.state[PLACE, rows] + lengths).max())
         hidden: list[Tensor] = []
         for part in _parts(lengths):
-            fed: list[Fed] = []
-            ids: list[int] = []
-            positions: list[int] = []
+            fed, ids, positions = [], [], []
             for row, length in zip(rows[part], lengths[part], strict=True):
                 slot, _, prompt, base, token, place, _ = self.state[:, row].tolist()
                 fed.append(Fed(row, slot, prompt, place, length))
