@@ -90,12 +90,10 @@ def normalize_then_sum(by_function: Tensor, weights: Tensor, settings: LossSecti
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", tolerance: float = 0.0) -> Tensor:
-    """Return (reward - group mean) / scale. Both [groups, num_generations], of all ranks.
-
-    The scale is the std (ddof 1) of the group (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2) or
-    the batch + 1e-4, or 1 (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). NaN gets 0, as do all completions of a group
-    whose rewards differ by no more than `tolerance`.
-    """
+    """Return (reward - group mean) / scale. Both [groups, num_generations], of all ranks. The scale is the std (ddof 1)
+    of the group (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2) or the batch + 1e-4, or 1 (Dr.
+    GRPO, Liu et al. 2025, arXiv:2503.20783). NaN gets 0, as do all completions of a group whose rewards differ by no
+    more than `tolerance`."""
     scale: Tensor | float = 1.0
     if scale_rewards != "none":
         scale = (std(rewards).unsqueeze(1) if scale_rewards == "group" else std(rewards.flatten())) + 1e-4

@@ -156,12 +156,10 @@ def _end_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBa
 
 
 def length_limits(config: PretrainedConfig) -> dict[str, int]:
-    """Return the fields of a model's configuration that limit the tokens of a sequence.
-
-    Beyond the last two its log-probs depend on the rest of its batch: beyond the first length of longrope positions
+    """Return the fields of a model's configuration that limit the tokens of a sequence. Beyond the last two its
+    log-probs depend on the rest of its batch: beyond the first length of longrope positions
     (`original_max_position_embeddings`) transformers rotates a whole batch by the long factors, and which keys an
-    indexed attention sees beyond `index_topk` depends on the length of the row.
-    """
+    indexed attention sees beyond `index_topk` depends on the length of the row."""
     text = config.get_text_config()
     limits = {name: getattr(text, name, None) for name in ("max_position_embeddings", "index_topk")}
     rope = getattr(text, "rope_parameters", None) or {}

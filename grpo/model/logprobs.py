@@ -128,12 +128,10 @@ def recompute(model: nn.Module, wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class Head:
-    """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32.
-
-    Some models scale their logits, or the hidden states before lm_head: by `logit_scale` (Cohere), `lm_head_multiplier`
-    (Falcon-H1) or 1 / `logits_scaling` (Granite, MiniCPM3; HyperCLOVA X multiplies by it). Gemma caps them
-    (`final_logit_softcapping`). The temperature divides last.
-    """
+    """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32. Some models
+    scale their logits, or the hidden states before lm_head: by `logit_scale` (Cohere), `lm_head_multiplier` (Falcon-H1)
+    or 1 / `logits_scaling` (Granite, MiniCPM3; HyperCLOVA X multiplies by it). Gemma caps them
+    (`final_logit_softcapping`). The temperature divides last."""
 
     weight: Tensor  # [vocabulary, hidden size]
     bias: Tensor | None

@@ -275,12 +275,10 @@ class AdapterOffReference:
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain model to save, with the adapter merged into its weights; `model` stays as it is.
-
-    It cannot compute: it lacks buffers that are not saved. Merged weights, and those in 4 bits, which are unpacked into
-    the model's dtype (the base that the adapter was trained on), are new tensors on the CPU. All others are shared with
-    `model`. On the model's device one layer is merged at a time.
-    """
+    """Return a plain model to save, with the adapter merged into its weights; `model` stays as it is. It cannot
+    compute: it lacks buffers that are not saved. Merged weights, and those in 4 bits, which are unpacked into the
+    model's dtype (the base that the adapter was trained on), are new tensors on the CPU. All others are shared with
+    `model`. On the model's device one layer is merged at a time."""
     settings = copy.deepcopy(model.config)
     if quantization_of(model) == "4bit":
         del settings.quantization_config

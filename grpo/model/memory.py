@@ -167,11 +167,9 @@ def activations(
     pictures: Pictures | None = None,
 ) -> int:
     """Return the most bytes of a pass of `tokens` in sequences of at most `longest`, without parameters' gradients.
-
     `copies`: how often a key of a packed batch is laid out (grpo/model/tree_attention.py), on average. `padded`: the
     batch is `generate`'s. `backward`: a backward pass follows, with recomputation if the model is set to it. The model
-    is on device meta, and must not change between two calls. Raises NotImplementedError if it does not run there.
-    """
+    is on device meta, and must not change between two calls. Raises NotImplementedError if it does not run there."""
     beside = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
     embeddings = model.get_input_embeddings()
