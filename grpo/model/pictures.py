@@ -100,11 +100,8 @@ class PictureProcessor:
         """Return a hash that differs if another processor would make other pixels or other ids of a picture."""
         images = self._processor.image_processor
         settings = {name: value for name, value in images.to_dict().items() if name not in _VOLATILE}
-        of_prompt = {
-            name: value
-            for name, value in vars(self._processor).items()
-            if isinstance(value, int | float | str) and name != "chat_template"
-        }
+        plain = {name: value for name, value in vars(self._processor).items() if isinstance(value, int | float | str)}
+        of_prompt = {name: value for name, value in plain.items() if name != "chat_template"}
         return fingerprint(type(images).__name__, json.dumps([settings, of_prompt], sort_keys=True, default=str))
 
     def encode(self, text: str, pictures: Sequence[bytes], add_special_tokens: bool) -> PicturedPrompt:

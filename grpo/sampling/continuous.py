@@ -147,9 +147,7 @@ class _Loop:
                 self._prompts_in[index] = _Prompt(heappop(self._free_slots), self._order.copies, base)
                 fresh.append(index)
             taken.append(self._left.popleft())
-        hidden = self._rows.prefill(
-            [self._prompts[index] for index in fresh], [self._prompts_in[index].slot for index in fresh]
-        )
+        hidden = self._rows.prefill({self._prompts_in[index].slot: self._prompts[index] for index in fresh})
         for index, states in zip(fresh, hidden, strict=True):
             self._prompts_in[index].hidden = states
         if taken:

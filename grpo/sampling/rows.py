@@ -126,9 +126,9 @@ class Rows:
         # transformers passes a mask in four dimensions unchanged; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
-    def prefill(self, prompts: Sequence[Ids], slots: Sequence[int]) -> list[Tensor]:
-        """Compute the keys and values of prompts, for these slots; return each one's last hidden state."""
-        hidden = []
+    def prefill(self, by_slot: dict[int, Ids]) -> list[Tensor]:
+        """Compute the keys and values of prompts, for their slots; return each one's last hidden state."""
+        slots, prompts, hidden = [*by_slot], [*by_slot.values()], []
         for part in _parts([len(prompt) for prompt in prompts]):
             lengths = [len(prompt) for prompt in prompts[part]]
             self._cache.fill(slots[part], lengths)

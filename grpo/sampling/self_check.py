@@ -28,10 +28,8 @@ log = logging.getLogger(__name__)
 # trial's: MiniMax-M3's and DeepSeek-V4's blocks of keys are counted from a row's first column, padding included, and
 # Unlimited-OCR's window moves over drawn tokens only.
 DRAWN_FROM_OTHER_KEYS = {
-    "minimax_m3_sparse",
-    "heavily_compressed_attention",
-    "compressed_sparse_attention",
-    "reference_sliding_attention",
+    *("minimax_m3_sparse", "reference_sliding_attention"),
+    *("heavily_compressed_attention", "compressed_sparse_attention"),
 }
 
 
@@ -53,13 +51,9 @@ def check_sampling(
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
     *_, (different, _) = trial_sequences(model, vision, prompts_at=5)
     batcher = Batcher(pad_token_id, longest_packed=0, vision=vision)
+    after = [[(ids, rollout.completion_ids) for rollout in drawn] for ids in (prompt, different)]
     with torch.no_grad():
-        scored, moved = (
-            token_logprobs(
-                model, batcher.make([(ids, rollout.completion_ids) for rollout in drawn], model.device), 1.0
-            )[0].cpu()
-            for ids in (prompt, different)
-        )
+        scored, moved = (token_logprobs(model, batcher.make(rows, model.device), 1.0)[0].cpu() for rows in after)
     difference = distance(torch.tensor([value for rollout in drawn for value in rollout.sampling_logprobs]), scored)
     if not difference <= refused_distance(model, distance(moved, scored)):
         raise ConfigError(

@@ -10,15 +10,7 @@ from typing import Any
 from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.user_code import load_function
 
-_TYPES = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
+_TYPES = dict(string=str, integer=int, number=(int, float), boolean=bool, array=list, object=dict, null=type(None))
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,8 @@ def render_call(
 
 def _make_call_turn(name: str, arguments: dict[str, str], text_arguments: bool) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments) if text_arguments else arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": _CALL_ID, "function": function}],
-    }
+    call = {"type": "function", "id": _CALL_ID, "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 class _Unfit(Exception):
