@@ -198,16 +198,16 @@ def clipped(make_weights: Callable[[LossInputs], torch.Tensor]) -> LossFunction:
 LOSSES: dict[str, LossFunction] = {
     # The mean over sequences of token means: DeepSeekMath, arXiv:2402.03300, equation 3.
     "grpo": clipped(mean_of_sequence_means),
-    # The mean over all tokens of the step: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8.
-    "dapo": clipped(mean_of_tokens),
-    # TRL divides by the tokens of a micro-batch, but a result must not depend on the cut.
+    # TRL divides by the tokens of a micro-batch, but a result must not depend on the cut: so it is dapo here.
     "bnpo": clipped(mean_of_tokens),
     # The sum over tokens, divided by a constant: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2.
     "dr_grpo": clipped(lambda inputs: divided_by(inputs.step.sequences * inputs.max_completion_length, inputs)),
-    # The mean over sequences of token sums: LUSPO, Liu et al. 2026, arXiv:2602.05261.
-    "luspo": clipped(lambda inputs: divided_by(inputs.step.sequences, inputs)),
+    # The mean over all tokens of the step: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8.
+    "dapo": clipped(mean_of_tokens),
     "cispo": cispo,
     "sapo": sapo,
+    # The mean over sequences of token sums: LUSPO, Liu et al. 2026, arXiv:2602.05261.
+    "luspo": clipped(lambda inputs: divided_by(inputs.step.sequences, inputs)),
     "vespo": vespo,
 }
 
