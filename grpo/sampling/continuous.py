@@ -125,14 +125,12 @@ class _Loop:
         self._prompts_in[index].left -= 1
         if self._prompts_in[index].left == 0:
             heappush(self._free_slots, self._prompts_in.pop(index).slot)
-        answered = ()
         if completion.dialogue is not None:
-            answered = completion.drawn, completion.dialogue.outcome
             completion.dialogue.close()
         ids, logprobs = (values[row, :end].tolist() for values in (self._rows.ids, self._rows.logprobs))
         self._in_rows[row] = None
         self._rows.free(row)
-        self._groups.add(completion.number, self._make_rollout(ids, logprobs, *answered))
+        self._groups.add(completion.number, self._make_rollout(ids, logprobs, completion.drawn, completion.dialogue))
 
     def _refill(self) -> None:
         """Let completions begin in free rows, then bring the rows that draw to the front."""

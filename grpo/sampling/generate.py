@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.data.records import Example, Outcome, Rollout
+from grpo.data.records import Example, Rollout
 from grpo.data.responder import Dialogue, Responder, close_all, make_rollout
 from grpo.model.logprobs import Head, text_at
 from grpo.model.lora import frozen_norms
@@ -208,8 +208,8 @@ class LocalSampler(Sampler):
 
     def _end(self, completion: _Completion, groups: Groups) -> None:
         completion.is_over = True
-        answered = (completion.drawn, completion.dialogue.outcome) if completion.dialogue is not None else ()
-        groups.add(completion.number, self._rollout(completion.ids, completion.logprobs, *answered))
+        rollout = self._rollout(completion.ids, completion.logprobs, completion.drawn, completion.dialogue)
+        groups.add(completion.number, rollout)
 
     def _room(self, completion: _Completion) -> int:
         return self._max_new_tokens - len(completion.ids)
@@ -262,10 +262,9 @@ class LocalSampler(Sampler):
         finally:
             model.generation_config = models_config
 
-    def _rollout(
-        self, ids: list[int], logprobs: list[float], drawn: list[bool] | None = None, outcome: Outcome | None = None
-    ) -> Rollout:
+    def _rollout(self, ids: list[int], logprobs: list[float], drawn: list[bool], dialogue: Dialogue | None) -> Rollout:
         """Make the record of a completion. Raises FloatingPointError if a drawn token has no log-prob."""
+        drawn, outcome = (None, None) if dialogue is None else (drawn, dialogue.outcome)
         if math.isnan(sum(logprobs if drawn is None else compress(logprobs, drawn))):
             raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
         return make_rollout(self._tokenizer, self.eos_token_ids, ids, logprobs, self._policy_version, drawn, outcome)
