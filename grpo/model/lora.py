@@ -118,7 +118,10 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     if targets == ["all-linear"] or (targets is None and model.config.model_type not in CHOSEN):
         targets = "all-linear"  # of no vision-language model peft knows which layers to take
     else:
-        _check_targets(model, targets or [])
+        remedy = f"name some of its linear layers ({', '.join(_kinds_of_layers(model))}), or all-linear"
+        for target in targets or []:  # peft refuses only if all names are wrong
+            is_there = any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules())
+            require(is_there, "lora_target_modules", target, f"the model has no such layer: {remedy}")
     tower = [rf"{re.escape(name)}\..*" for name in vision_modules(model)] if config.freeze_vision_tower else []
     settings = LoraConfig(
         r=config.lora_r,
@@ -135,14 +138,6 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     layers = sorted({name.rsplit(".", 1)[-1] for name in settings.target_modules})
     log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(layers))
     return False
-
-
-def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
-    """Raise ConfigError for a name that is no layer's. peft refuses only if all names are wrong."""
-    remedy = f"name some of its linear layers ({', '.join(_kinds_of_layers(model))}), or all-linear"
-    for target in targets:
-        is_there = any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules())
-        require(is_there, "lora_target_modules", target, f"the model has no such layer: {remedy}")
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
