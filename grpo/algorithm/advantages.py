@@ -101,10 +101,6 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", tolerance: f
     return torch.where(has_signal(rewards, tolerance).unsqueeze(1), centred, 0.0).nan_to_num(nan=0.0)
 
 
-def grpo(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
-    return group_advantages(rewards, settings.scale_rewards)
-
-
 def rloo(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
     """Return reward - mean of the group's other rewards. Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, the
     RLOO estimator. With n rewards that is n / (n - 1) times (reward - group mean)."""
@@ -157,7 +153,7 @@ def passk(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSectio
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": grpo,
+    "grpo": lambda rewards, lengths, greedy, settings: group_advantages(rewards, settings.scale_rewards),
     "rloo": rloo,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,

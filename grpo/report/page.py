@@ -52,7 +52,6 @@ def report(config: ReportConfig) -> Iterator[Path]:
     for run in runs:
         for note in run.notes:
             print(f"{run.folder}: {note}", file=sys.stderr)
-
     output.mkdir(parents=True, exist_ok=True)
     titles = *curves.PANELS, curves.REST, "time"
     pictures = {title: output / f"{re.sub('[^a-z]+', '_', title.lower())}.png" for title in titles}
@@ -63,7 +62,6 @@ def report(config: ReportConfig) -> Iterator[Path]:
     yield output / PAGE
     if not config.png:
         return
-
     names, phases = run_names(folders), curves.make_phases(runs)
     for title, charts in curves.make_charts(runs, data["window"]).items():
         yield curves.draw_charts(charts, names, pictures[title])
