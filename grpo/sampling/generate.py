@@ -17,10 +17,10 @@ from grpo.data.records import Example, Rollout
 from grpo.data.responder import Dialogue, Responder, close_all, make_rollout
 from grpo.model.logprobs import Head, text_at
 from grpo.model.lora import frozen_norms
+from grpo.model.packing import Ids
 from grpo.model.pictures import Vision
 from grpo.sampling.draw import draw, in_blocks, uniforms
 from grpo.sampling.sampler import Groups, OnGroups, Order, Sampler
-from grpo.wire.picture_files import PicturedPrompt
 
 LOOK_EVERY = 16  # tokens
 HALF = (torch.bfloat16, torch.float16)
@@ -215,11 +215,7 @@ class LocalSampler(Sampler):
         return self._max_new_tokens - len(completion.ids)
 
     def _generate(
-        self,
-        contexts: Sequence[tuple[Sequence[int], list[int]]],
-        draws: Draws,
-        tokens: int,
-        on_tokens: OnTokens | None = None,
+        self, contexts: Sequence[tuple[Ids, list[int]]], draws: Draws, tokens: int, on_tokens: OnTokens | None
     ) -> Tensor:
         """Draw up to `tokens` tokens after each context, a prompt and the completion so far: int64 [contexts, tokens
         drawn]. A row that has ended gets padding."""
@@ -275,7 +271,7 @@ class _Completion:
     """A completion, as far as it is drawn."""
 
     number: int
-    prompt: list[int] | PicturedPrompt
+    prompt: Ids
     numbers: np.ndarray | None  # random numbers, float64 [longest]; None draws greedily
     dialogue: Dialogue | None  # answers its segments; None: it has one
     ids: list[int] = field(default_factory=list)

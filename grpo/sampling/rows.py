@@ -74,6 +74,7 @@ PREFILL_TOKENS = 8192  # of the prompts or answers of one forward pass, or one l
 # The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
 # the position of its first own token, its last token, that one's place among its own, and how many a step adds.
 SLOT, COPY, PROMPT, BASE, TOKEN, PLACE, ADDED = range(7)
+Cell = tuple[int, int, int, int]  # the state of a row up to BASE
 
 
 def slots(prompts: int, rows: int, copies: int) -> int:
@@ -142,15 +143,9 @@ class Rows:
         """Return the position of the first token that follows a prompt."""
         return self._vision.first_position(prompt) if isinstance(prompt, PicturedPrompt) else len(prompt)
 
-    def begin(
-        self,
-        rows: list[int],
-        cells: list[tuple[int, int, int, int]],
-        hidden: list[Tensor],
-        numbers: list[np.ndarray] | None,
-    ) -> None:
-        """Draw the first token of completions in these rows, which were free. `cells`: the state of each up to BASE.
-        `hidden`: the last hidden state of its prompt. `numbers`: its random numbers, float64 [longest]."""
+    def begin(self, rows: list[int], cells: list[Cell], hidden: list[Tensor], numbers: list[np.ndarray] | None) -> None:
+        """Draw the first token of completions in these rows, which were free. `hidden`: the last hidden state of each
+        one's prompt. `numbers`: its random numbers, float64 [longest]."""
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
             slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
