@@ -6,8 +6,6 @@ and the reward of each prompt's greedy completion, float64 [groups], and returns
 is in no mean; `advantages` makes its advantage 0, and those of groups without signal.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4. Pure
 loss divides by the size of the whole optimizer step: the sum over any cut into micro-batches and ranks is the step's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -12,8 +12,6 @@ loss.py adds masks, the sampler's correction, KL and entropy bonus. The loss of 
 step (`inputs.step`), never by a micro-batch's. Your own function goes into a file: see docs/recipes.md.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reads and writes a model's grpo.yaml: its training's settings, which grpo.evaluate and grpo.chat take as defaults."""
 
-from __future__ import annotations
-
 import reprlib
 import sys
 from dataclasses import fields

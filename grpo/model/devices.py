@@ -1,7 +1,5 @@
 """Chooses the device of a process, says why none can be used, and knows some GPUs' faults."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

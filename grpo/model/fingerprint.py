@@ -1,7 +1,5 @@
 """Describe a model so that two processes can tell whether they have the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

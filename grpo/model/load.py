@@ -1,7 +1,5 @@
 """Load the tokenizer, the policy and the frozen reference: of a model or an adapter, from the hub or a folder."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

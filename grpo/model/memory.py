@@ -5,8 +5,6 @@ the living tensors are counted. Formulas stand for attention, whose kernel depen
 of logits, and for quantized weights. `python -m benchmarks.memory` compares the sum with measured peaks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import weakref

@@ -4,8 +4,6 @@ A row is a completion. Its token attends to its prompt, with all rows of that pr
 own tokens; both products' scores share one softmax. The attention of grpo/model/tree_attention.py calls it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ no score between two segments that do not see each other is ever computed, and n
 With a `shared_cache` the keys and values of packed prompts are kept, and later passes draw from them token by token.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial

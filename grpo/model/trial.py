@@ -10,8 +10,6 @@ of attention alone 0.07 times; completions that see each other, positions that c
 is off by one, 0.42 times and more.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from itertools import islice

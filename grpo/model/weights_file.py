@@ -3,8 +3,6 @@
 The format is https://github.com/huggingface/safetensors#format; the file is one that `from_pretrained` reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

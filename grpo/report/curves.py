@@ -3,8 +3,6 @@
 The page and every PNG are drawn from these charts.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Writes the page of one or several runs, and its pictures; or serves it live to this machine's browser."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

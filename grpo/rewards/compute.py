@@ -6,8 +6,6 @@ org/model, ./folder       a reward model, loaded in the trainer; the name has a 
 http://machine:59876      a reward model on a server of its own: python ref_server.py --task reward
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

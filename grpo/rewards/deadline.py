@@ -1,7 +1,5 @@
 """`reward_timeout`: reward functions are called on each completion alone, with a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

@@ -10,8 +10,6 @@ taken in follows from the drawn tokens, never from a clock: which rows are compu
 log-probs.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future

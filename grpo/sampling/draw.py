@@ -8,8 +8,6 @@ Logits are in blocks of the vocabulary, float32 [blocks, rows, size], -inf beyon
 while the block is in cache, and only the block in which a token lies is looked through. A small vocabulary is one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ A row is a completion, of any number of segments. The first `drawing` rows draw 
 free, or wait for the answer to a segment: they keep their tokens. The host knows the rows as far as it has looked.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The interface of every sampler: trainer, evaluation and chat ask it for completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

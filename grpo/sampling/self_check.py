@@ -1,7 +1,5 @@
 """The choice of the local sampler at the start: does it draw from the distribution that the loss scores?"""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 

@@ -1,8 +1,6 @@
 """Reads a turn of the policy, its text and the calls of tools in it, by the tokenizer's response template if it has
 one, else by the format that is set."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

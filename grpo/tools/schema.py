@@ -1,7 +1,5 @@
 """Loads the functions that the policy may call, makes their schemas, and checks calls' arguments."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

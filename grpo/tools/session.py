@@ -14,8 +14,6 @@ of get_reward, {} of close, or {"raised"} where one of these four failed; with "
 "traceback" where something was raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

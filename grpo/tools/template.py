@@ -3,8 +3,6 @@
 The policy's own tokens are never rendered: a short conversation is, whose text after the policy's turn is the answer.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
