@@ -207,11 +207,9 @@ COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def same_value(text: str, gold: str) -> bool:
-    """Tell whether two texts are the same words, the same number or, by `math-verify`, the same expression.
-
-    For a gold number, `math-verify` sees only LaTeX and arithmetic: "18 or 20" is wrong for 18. It never sees a gold in
-    plain words: as products of letters, "seat" equals "east".
-    """
+    """Tell whether two texts are the same words, the same number or, by `math-verify`, the same expression. For a gold
+    number, `math-verify` sees only LaTeX and arithmetic: "18 or 20" is wrong for 18. It never sees a gold in plain
+    words: as products of letters, "seat" equals "east"."""
     if max(len(text), len(gold)) > LONGEST:
         return False
     is_latex = "\\" in text
@@ -242,11 +240,9 @@ def strip_delimiters(text: str) -> str:
 
 
 def same_expression(text: str, gold: str) -> bool:
-    """Tell whether `math-verify` finds the text's value equal to the gold.
-
-    The value of "A = B = C" is its last side, for each element of a list. `math-verify` would take "1/3 = 1/2" for 1/2:
-    so all sides before must equal the last, but those that name the unknown ("x", "|z|").
-    """
+    """Tell whether `math-verify` finds the text's value equal to the gold. The value of "A = B = C" is its last side,
+    for each element of a list. `math-verify` would take "1/3 = 1/2" for 1/2: so all sides before must equal the last,
+    but those that name the unknown ("x", "|z|")."""
     chains = []
     if EQUALS.search(text) and not EQUALS.search(gold):
         chains = [split(element, EQUALS.pattern) for element in split(text, ",")]
@@ -273,10 +269,8 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def is_name(side: str) -> bool:
-    r"""Tell whether a side of an equation names the unknown value, such as x, f(2), AB^2 or \frac{a}{b}.
-
-    One unknown among numbers is no name ("x/2 = 5" is not solved), and "20 km" is a number.
-    """
+    r"""Tell whether a side of an equation names the unknown value, such as x, f(2), AB^2 or \frac{a}{b}. One unknown
+    among numbers is no name ("x/2 = 5" is not solved), and "20 km" is a number."""
     if to_number(side) is not None:
         return False
     side = ATTACHED.sub("", side)
@@ -393,11 +387,9 @@ def write_fraction(match: re.Match) -> str:
 
 
 class MathProcess:
-    """A process that runs `math-verify`, which finds nothing equal in a thread, and computes 9^{9^9} for ever.
-
-    A question starts it if there is none. Without an answer in `deadline` seconds it is killed, which means no. It ends
-    with its parent, when its stdin closes.
-    """
+    """A process that runs `math-verify`, which finds nothing equal in a thread, and computes 9^{9^9} for ever. A
+    question starts it if there is none. Without an answer in `deadline` seconds it is killed, which means no. It ends
+    with its parent, when its stdin closes."""
 
     def __init__(self, command: list[str], deadline: float):
         self.command, self.deadline = command, deadline

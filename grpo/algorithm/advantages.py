@@ -6,8 +6,6 @@ and the reward of each prompt's greedy completion, float64 [groups], and returns
 is in no mean; `advantages` makes its advantage 0, and those of groups without signal.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
@@ -80,9 +78,7 @@ def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
 
 def normalize_then_sum(by_function: Tensor, weights: Tensor, settings: LossSection) -> Tensor:
     """Normalise each function's rewards within the group, add them up by weight, normalise the sums over the batch.
-
-    GDPO, arXiv:2601.05242.
-    """
+    GDPO, arXiv:2601.05242."""
     no_reward = by_function.isnan().all(dim=0)
     signal = has_signal(by_function, settings.reward_tolerance).any(dim=0)
     normalised = torch.stack([group_advantages(rewards, "group", settings.reward_tolerance) for rewards in by_function])
@@ -92,12 +88,10 @@ def normalize_then_sum(by_function: Tensor, weights: Tensor, settings: LossSecti
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", tolerance: float = 0.0) -> Tensor:
-    """Return (reward - group mean) / scale. Both [groups, num_generations], of all ranks.
-
-    The scale is the std (ddof 1) of the group (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2) or
-    the batch + 1e-4, or 1 (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). NaN gets 0, as do all completions of a group
-    whose rewards differ by no more than `tolerance`.
-    """
+    """Return (reward - group mean) / scale. Both [groups, num_generations], of all ranks. The scale is the std (ddof 1)
+    of the group (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2) or the batch + 1e-4, or 1 (Dr.
+    GRPO, Liu et al. 2025, arXiv:2503.20783). NaN gets 0, as do all completions of a group whose rewards differ by no
+    more than `tolerance`."""
     scale: Tensor | float = 1.0
     if scale_rewards != "none":
         scale = (std(rewards).unsqueeze(1) if scale_rewards == "group" else std(rewards.flatten())) + 1e-4
@@ -105,56 +99,40 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", tolerance: f
     return torch.where(has_signal(rewards, tolerance).unsqueeze(1), centred, 0.0).nan_to_num(nan=0.0)
 
 
-def grpo(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
-    return group_advantages(rewards, settings.scale_rewards)
-
-
 def rloo(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
-    """Return reward - mean of the group's other rewards.
-
-    Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, the RLOO estimator. With n rewards that is n / (n - 1)
-    times (reward - group mean).
-    """
+    """Return reward - mean of the group's other rewards. Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, the
+    RLOO estimator. With n rewards that is n / (n - 1) times (reward - group mean)."""
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
     return (rewards - rewards.nanmean(dim=1, keepdim=True)) * count / (count - 1).clamp(min=1)
 
 
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
-    """Return the rewards whitened over the tokens of the round.
-
-    Hu et al. 2025, "REINFORCE++", arXiv:2501.03262, equations 8 to 10, without discount. Equation 8 has the KL from a
-    token on, kl_in_reward the whole completion's: the KL before a token is a baseline, without effect on the expected
-    gradient.
-    """
+    """Return the rewards whitened over the tokens of the round. Hu et al. 2025, "REINFORCE++", arXiv:2501.03262,
+    equations 8 to 10, without discount. Equation 8 has the KL from a token on, kl_in_reward the whole completion's: the
+    KL before a token is a baseline, without effect on the expected gradient."""
     if not has_signal(rewards.view(1, -1), 0.0):
         return torch.zeros_like(rewards)  # not rounding errors
     return _whiten(rewards, lengths)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
-    """Return reward - group mean, whitened over the tokens of the round; a group without signal counts as zeros.
-
-    Hu et al. 2025, "REINFORCE++", arXiv:2501.03262, REINFORCE++ with baseline.
-    """
+    """Return reward - group mean, whitened over the tokens of the round; a group without signal counts as zeros. Hu et
+    al. 2025, "REINFORCE++", arXiv:2501.03262, REINFORCE++ with baseline."""
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     signal = has_signal(rewards, settings.reward_tolerance)
     return _whiten(torch.where(signal.unsqueeze(1), centred, centred * 0.0), lengths)
 
 
 def remax(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
-    """Return reward - reward of the policy's greedy completion of the prompt.
-
-    Li et al. 2023, "ReMax", arXiv:2310.10505, algorithm 1. The greedy completion's reward never has a KL.
-    """
+    """Return reward - reward of the policy's greedy completion of the prompt. Li et al. 2023, "ReMax",
+    arXiv:2310.10505, algorithm 1. The greedy completion's reward never has a KL."""
     return rewards - greedy.unsqueeze(1)
 
 
 def opo(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
-    """Return reward - mean of the group's rewards, each weighed by its completion's tokens.
-
-    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585: the baseline of least variance if a
-    gradient's squared norm grows with the completion's length.
-    """
+    """Return reward - mean of the group's rewards, each weighed by its completion's tokens. Hao et al. 2025, "On-Policy
+    RL with Optimal Reward Baseline", arXiv:2505.23585: the baseline of least variance if a gradient's squared norm
+    grows with the completion's length."""
     tokens = lengths.masked_fill(rewards.isnan(), 0)
     # Completions without a token have no gradient, whatever their advantage.
     baseline = (tokens * rewards.nan_to_num(nan=0.0)).sum(dim=1) / tokens.sum(dim=1).clamp(min=1)
@@ -163,11 +141,8 @@ def opo(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection)
 
 def passk(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSection) -> Tensor:
     """Return best reward - second best for the best completion of a group, 0 for the others; with scale_rewards group
-    divided by the group's std + 1e-4.
-
-    Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning",
-    arXiv:2503.19595: the maximum over the group, less the maximum without the completion.
-    """
+    divided by the group's std + 1e-4. Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
+    Reinforcement Learning", arXiv:2503.19595: the maximum over the group, less the maximum without the completion."""
     gap = _lead(rewards)
     if settings.scale_rewards == "group":
         gap = gap / (std(rewards) + 1e-4)
@@ -176,7 +151,7 @@ def passk(rewards: Tensor, lengths: Tensor, greedy: Tensor, settings: LossSectio
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": grpo,
+    "grpo": lambda rewards, lengths, greedy, settings: group_advantages(rewards, settings.scale_rewards),
     "rloo": rloo,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,
@@ -195,11 +170,8 @@ def has_signal(rewards: Tensor, tolerance: float) -> Tensor:
 
 def most_varied(rewards: Tensor, count: int) -> Tensor:
     """Return the places of those `count` rewards of each group that have the largest variance: [groups, drawn] -> int64
-    [groups, count], ascending. NaN, no reward, stands for the group's mean.
-
-    They are the k highest and the count - k lowest, for some k (Xu et al. 2025, arXiv:2504.13818: max-variance
-    down-sampling).
-    """
+    [groups, count], ascending. NaN, no reward, stands for the group's mean. They are the k highest and the count - k
+    lowest, for some k (Xu et al. 2025, arXiv:2504.13818: max-variance down-sampling)."""
     order = rewards.where(~rewards.isnan(), rewards.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0).sort(stable=True)
     drawn = rewards.shape[1]
     places = torch.stack([torch.cat([torch.arange(count - k), torch.arange(drawn - k, drawn)]) for k in range(count)])
@@ -232,19 +204,15 @@ def _whiten(values: Tensor, lengths: Tensor) -> Tensor:
 
 def soft_overlong_punishment(lengths: Tensor, max_completion_length: int, soft_punish_cache: int) -> Tensor:
     """Return 0 up to max_completion_length - soft_punish_cache tokens, then falling to -1 at the maximum, float64 [n].
-
-    DAPO, arXiv:2503.14476, equation 13.
-    """
+    DAPO, arXiv:2503.14476, equation 13."""
     beyond = lengths.double() - (max_completion_length - soft_punish_cache)
     return -(beyond / soft_punish_cache).clamp(0.0, 1.0)
 
 
 @functools.cache  # reward functions may change the directory that a path begins in
 def find_estimator(name: str) -> Estimator:
-    """Return a built-in estimator, or the user's function with a check around it.
-
-    Raises ConfigError where there is no such file or function, or the file cannot be imported.
-    """
+    """Return a built-in estimator, or the user's function with a check around it. Raises ConfigError where there is no
+    such file or function, or the file cannot be imported."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     function = load_function("advantage_estimator", name)

@@ -4,23 +4,11 @@ GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4. Pure
 loss divides by the size of the whole optimizer step: the sum over any cut into micro-batches and ranks is the step's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 
-from grpo.algorithm.loss_types import (
-    LOG_RATIO_LIMIT,
-    LOSSES,
-    LossInputs,
-    StepSize,
-    Tokens,
-    exp_bounded,
-    find_loss,
-    sequence_sums,
-    to_tokens,
-)
+from grpo.algorithm.loss_types import LOG_RATIO_LIMIT, LOSSES, LossInputs, StepSize, Tokens, exp_bounded, find_loss
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import LossSection
 
@@ -37,11 +25,9 @@ def grpo_loss(
     entropy_coef: float,
     max_completion_length: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return these tokens' share of the step's loss, a scalar, and metrics.
-
-    A metric is reported as the mean of its values, or the statistic after a colon in its name, without NaN: [T], or [S]
-    if probability ratios are of sequences. The log of a ratio is clamped to +-20 before exp.
-    """
+    """Return these tokens' share of the step's loss, a scalar, and metrics. A metric is reported as the mean of its
+    values, or the statistic after a colon in its name, without NaN: [T], or [S] if probability ratios are of sequences.
+    The log of a ratio is clamped to +-20 before exp."""
     logprobs, entropy, high = tokens.logprobs, tokens.entropy, tokens.high_entropy
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     weight = sampler_weights = None
@@ -51,7 +37,7 @@ def grpo_loss(
         logprobs=logprobs,
         old_logprobs=old,
         ratio=_ratio(tokens, old, settings.importance_sampling_level),
-        advantages=to_tokens(tokens.advantages, tokens.lengths, len(logprobs)),
+        advantages=tokens.to_tokens(tokens.advantages),
         sequence_advantages=tokens.advantages,
         entropy=entropy,
         sampler_weights=sampler_weights,
@@ -117,15 +103,13 @@ def _ratio(tokens: Tokens, old: torch.Tensor, level: str) -> torch.Tensor:
     log_ratio = tokens.logprobs - old
     if level == "token":
         return exp_bounded(log_ratio)
-    log_ratio = sequence_sums(log_ratio, tokens.lengths) / tokens.lengths.clamp(min=1)
-    return to_tokens(exp_bounded(log_ratio), tokens.lengths, len(old))
+    log_ratio = tokens.to_sequences(log_ratio) / tokens.lengths.clamp(min=1)
+    return tokens.to_tokens(exp_bounded(log_ratio))
 
 
 def _kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:
-    """Return the KL, with use_bias_correction_kl KL x ratio, [T] (DeepSeek-V3.2, arXiv:2512.02556).
-
-    In float64: with k3 and d = ref - logp, the slopes of both factors are near exp(d), and cancel up to -d.
-    """
+    """Return the KL, with use_bias_correction_kl KL x ratio, [T] (DeepSeek-V3.2, arXiv:2512.02556). In float64: with k3
+    and d = ref - logp, the slopes of both factors are near exp(d), and cancel up to -d."""
     if not settings.use_bias_correction_kl:
         return kl_divergence(tokens.logprobs, tokens.ref_logprobs, settings.kl_estimator)
     exact = replace(tokens, logprobs=tokens.logprobs.double())
@@ -136,33 +120,29 @@ def _kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tenso
 
 def _near_policy(tokens: Tokens, old: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return bool [S]: keep a sequence unless it was worse than its group and the policy has moved away from it.
-
-    DeepSeek-V3.2, arXiv:2512.02556, equation 9. The distance is the mean over tokens of sampler - policy.
-    """
+    DeepSeek-V3.2, arXiv:2512.02556, equation 9. The distance is the mean over tokens of sampler - policy."""
     sampled = old if tokens.sampling_logprobs is None else tokens.sampling_logprobs
     # Tokens without the sampler's log-prob count as distance 0.
     away = (sampled - tokens.logprobs.detach()).nan_to_num(nan=0.0)
-    distance = sequence_sums(away, tokens.lengths) / tokens.lengths.clamp(min=1)
+    distance = tokens.to_sequences(away) / tokens.lengths.clamp(min=1)
     return (tokens.advantages >= 0) | (distance <= threshold)
 
 
 def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights old / sampler, truncated or masked: of tokens [T] or sequences [S], and of each token [T].
-
     Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training", https://fengyao.notion.site/off-policy-rl.
-    """
+    Training", https://fengyao.notion.site/off-policy-rl."""
     level, kind = settings.importance_sampling_mode.split("_")
     # Without the sampler's log-prob the weight is 1.
     difference = (old - tokens.sampling_logprobs).nan_to_num(nan=0.0)
-    weight = exp_bounded(sequence_sums(difference, tokens.lengths) if level == "sequence" else difference)
+    weight = exp_bounded(tokens.to_sequences(difference) if level == "sequence" else difference)
     low, high = settings.importance_sampling_clip_min, settings.importance_sampling_clip_max
     low, high = (0.0 if low is None else low), (torch.inf if high is None else high)
     if kind == "truncate":
         weight = weight.clamp(low, high)
     else:
         weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
-    return weight, to_tokens(weight, tokens.lengths, len(old)) if level == "sequence" else weight
+    return weight, tokens.to_tokens(weight) if level == "sequence" else weight
 
 
 def experts_chosen(router_logits: torch.Tensor, per_token: int) -> torch.Tensor:
@@ -213,20 +193,15 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
 
 
 def adapt_beta(beta: float, kl: float, sequences: int, target: float) -> float:
-    """Return the next step's KL coefficient: it grows if the measured KL (nats a token) is above the target.
-
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2; as in verl, a step of n sequences counts n times.
-    """
+    """Return the next step's KL coefficient: it grows if the measured KL (nats a token) is above the target. Ziegler et
+    al. 2019, arXiv:1909.08593, section 2.2; as in verl, a step of n sequences counts n times."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * sequences / HORIZON)
 
 
 def applied_entropy_coef(entropy_coef: float, last_entropy: float | None, settings: LossSection) -> float:
-    """Return the coefficient of the entropy bonus in a step.
-
-    An adaptive one (Skywork-OR1, He et al. 2025, arXiv:2505.22312) acts only if the last step's entropy, None before
-    the first, was at or below the target.
-    """
+    """Return the coefficient of the entropy bonus in a step. An adaptive one (Skywork-OR1, He et al. 2025,
+    arXiv:2505.22312) acts only if the last step's entropy, None before the first, was at or below the target."""
     if not settings.use_adaptive_entropy:
         return entropy_coef
     return entropy_coef if last_entropy is not None and last_entropy <= settings.entropy_target else 0.0

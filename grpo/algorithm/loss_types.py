@@ -12,8 +12,6 @@ loss.py adds masks, the sampler's correction, KL and entropy bonus. The loss of 
 step (`inputs.step`), never by a micro-batch's. Your own function goes into a file: see docs/recipes.md.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -41,9 +39,25 @@ class StepSize:
     """tokens in the policy term and the entropy bonus, if top_entropy_quantile is below 1; None: all"""
 
 
+class _OfSequences:
+    """T completion tokens of S sequences, one sequence after the other."""
+
+    lengths: torch.Tensor  # int64 [S]
+    logprobs: torch.Tensor  # [T]
+
+    def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Repeat each sequence's value at each of its tokens, [S] -> [T]. The known T avoids waiting for a GPU."""
+        return values.repeat_interleave(self.lengths, dim=0, output_size=len(self.logprobs))
+
+    def to_sequences(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum the values of each sequence's tokens, [T] -> [S]."""
+        owner = self.to_tokens(torch.arange(len(self.lengths), device=self.lengths.device))
+        return values.new_zeros(len(self.lengths)).index_add(0, owner, values)
+
+
 @dataclass(frozen=True)
-class Tokens:
-    """The inputs of the loss: T completion tokens of S sequences, one sequence after the other."""
+class Tokens(_OfSequences):
+    """The inputs of the loss."""
 
     lengths: torch.Tensor  # int64 [S] tokens of each sequence, may be 0
     advantages: torch.Tensor  # [S] advantage of each sequence
@@ -61,17 +75,6 @@ def exp_bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def to_tokens(values: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Repeat each sequence's value at each of its tokens, [S] -> [T]. `count` (T) avoids waiting for a GPU."""
-    return values.repeat_interleave(lengths, dim=0, output_size=count)
-
-
-def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Sum the values of each sequence's tokens, [T] -> [S]."""
-    owner = to_tokens(torch.arange(len(lengths), device=lengths.device), lengths, len(values))
-    return values.new_zeros(len(lengths)).index_add(0, owner, values)
-
-
 # The papers' constants, by the sign of the advantage; TRL's defaults too.
 SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG = 1.0, 1.05  # the gate closes faster for negative advantages
 VESPO_K_POS, VESPO_LAMBDA_POS = 2.0, 3.0  # the ratio's power, and the rate at which a ratio above 1 loses weight
@@ -80,8 +83,8 @@ _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """The inputs of a loss type: T completion tokens of S sequences, and the size of the whole step."""
+class LossInputs(_OfSequences):
+    """The inputs of a loss type, and the size of the whole step."""
 
     logprobs: torch.Tensor  # [T] log-probs of the policy, with gradient
     old_logprobs: torch.Tensor  # [T] log-probs of the policy before the first update on the tokens
@@ -97,52 +100,14 @@ class LossInputs:
     step: StepSize
     max_completion_length: int
 
-    def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Repeat each sequence's value at each of its tokens, [S] -> [T]."""
-        return to_tokens(values, self.lengths, len(self.logprobs))
-
-    def to_sequences(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the values of each sequence's tokens, [T] -> [S]."""
-        return sequence_sums(values, self.lengths)
-
 
 LossTerms = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 LossFunction = Callable[[LossInputs, LossSection], LossTerms]
 
 
-def grpo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and take the mean over sequences of token means: DeepSeekMath, arXiv:2402.03300, equation 3."""
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, mean_of_sequence_means(inputs), metrics
-
-
-def dapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and take the mean over all tokens of the step: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8.
-
-    bnpo is the same here: TRL divides it by the tokens of a micro-batch, but a result must not depend on the cut.
-    """
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, mean_of_tokens(inputs), metrics
-
-
-def dr_grpo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and divide the sum over tokens by the constant sequences x max_completion_length: Dr. GRPO, Liu et al.
-    2025, arXiv:2503.20783, section 3.2."""
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, divided_by(inputs.step.sequences * inputs.max_completion_length, inputs), metrics
-
-
-def luspo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Clip, and take the mean over sequences of token sums: LUSPO, Liu et al. 2026, arXiv:2602.05261."""
-    policy, metrics = clipped_term(inputs, settings)
-    return policy, divided_by(inputs.step.sequences, inputs), metrics
-
-
 def cispo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Weigh log p by -clip(ratio) A, the ratio without gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
-
-    The weight is clipped, and so no token loses its gradient. The mean is over all tokens of the step.
-    """
+    """Weigh log p by -clip(ratio) A, the ratio without gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The
+    weight is clipped, and so no token loses its gradient. The mean is over all tokens of the step."""
     high = settings.upper_clip
     clipped = (inputs.ratio > high) & (inputs.advantages > 0)
     policy = -inputs.ratio.clamp(max=high).detach() * inputs.advantages * inputs.logprobs
@@ -157,11 +122,9 @@ def sapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
 
 
 def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
-    """Weigh log p by -w^k e^(lambda (1 - w)) A: VESPO, Shen et al. 2026, arXiv:2602.10693.
-
-    w is the probability ratio of a sequence, without length normalisation or gradient, to the sampler if that is
-    corrected; the factor is 1 at w = 1. The bounds on log-ratios and the mean over all tokens are TRL's.
-    """
+    """Weigh log p by -w^k e^(lambda (1 - w)) A: VESPO, Shen et al. 2026, arXiv:2602.10693. w is the probability ratio
+    of a sequence, without length normalisation or gradient, to the sampler if that is corrected, and the factor 1 where
+    it is 1. The bounds on log-ratios and the mean over all tokens are TRL's."""
     log_ratio = (inputs.logprobs.detach() - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if inputs.sampler_weights is not None:
         log_ratio = log_ratio + inputs.sampler_weights.log().clamp(_LOG_LEAST, LOG_RATIO_LIMIT)
@@ -174,24 +137,10 @@ def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
     return policy, mean_of_tokens(inputs), {"vespo/phi_seq_mean": factor}
 
 
-LOSSES: dict[str, LossFunction] = {
-    "grpo": grpo,
-    "bnpo": dapo,
-    "dr_grpo": dr_grpo,
-    "dapo": dapo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "luspo": luspo,
-    "vespo": vespo,
-}
-
-
 def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the policy term -min(ratio A, clip(ratio) A), [T], and the shares that were clipped.
-
-    With `delta`, a negative advantage's loss ends at delta |A|: the two-sided clip of INTELLECT-2 (arXiv:2505.07291),
-    which is the dual clip of Ye et al. 2020 (arXiv:1912.09729, equation 5).
-    """
+    """Return the policy term -min(ratio A, clip(ratio) A), [T], and the shares that were clipped. With `delta`, a
+    negative advantage's loss ends at delta |A|: the two-sided clip of INTELLECT-2 (arXiv:2505.07291), which is the dual
+    clip of Ye et al. 2020 (arXiv:1912.09729, equation 5)."""
     low, high, advantages = 1 - settings.epsilon, 1 + settings.upper_clip, inputs.advantages
     bounded = inputs.ratio if settings.delta is None else inputs.ratio.clamp(max=settings.delta)
     low_clipped = (bounded < low) & (advantages < 0)
@@ -217,10 +166,8 @@ def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSectio
 
 
 def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:
-    """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens.
-
-    An empty completion adds 0, and counts as a sequence.
-    """
+    """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens. An empty
+    completion adds 0, and counts as a sequence."""
     shares = 1.0 / (inputs.lengths.clamp(min=1) * max(inputs.step.sequences, 1))
     return inputs.to_tokens(shares.float())
 
@@ -234,6 +181,33 @@ def divided_by(divisor: int, inputs: LossInputs) -> torch.Tensor:
     """Return equal weights 1 / divisor, float32 [T]."""
     shares = torch.full_like(inputs.lengths, 1.0 / max(divisor, 1), dtype=torch.float64)
     return inputs.to_tokens(shares.float())
+
+
+def clipped(make_weights: Callable[[LossInputs], torch.Tensor]) -> LossFunction:
+    """Return the loss type with the clipped policy term and these weights."""
+
+    def loss(inputs: LossInputs, settings: LossSection) -> LossTerms:
+        policy, metrics = clipped_term(inputs, settings)
+        return policy, make_weights(inputs), metrics
+
+    return loss
+
+
+LOSSES: dict[str, LossFunction] = {
+    # The mean over sequences of token means: DeepSeekMath, arXiv:2402.03300, equation 3.
+    "grpo": clipped(mean_of_sequence_means),
+    # TRL divides by the tokens of a micro-batch, but a result must not depend on the cut: so it is dapo here.
+    "bnpo": clipped(mean_of_tokens),
+    # The sum over tokens, divided by a constant: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2.
+    "dr_grpo": clipped(lambda inputs: divided_by(inputs.step.sequences * inputs.max_completion_length, inputs)),
+    # The mean over all tokens of the step: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8.
+    "dapo": clipped(mean_of_tokens),
+    "cispo": cispo,
+    "sapo": sapo,
+    # The mean over sequences of token sums: LUSPO, Liu et al. 2026, arXiv:2602.05261.
+    "luspo": clipped(lambda inputs: divided_by(inputs.step.sequences, inputs)),
+    "vespo": vespo,
+}
 
 
 @functools.cache  # reward functions may change the directory that a path begins in

@@ -1,7 +1,5 @@
 """Reads and writes a model's grpo.yaml: its training's settings, which grpo.evaluate and grpo.chat take as defaults."""
 
-from __future__ import annotations
-
 import reprlib
 import sys
 from dataclasses import fields
@@ -31,10 +29,8 @@ def write_answering(config: Any, folder: Path) -> None:
 
 
 def read_answering(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the path of a model's grpo.yaml and its settings, those of SECTIONS; without such a file ("", {}).
-
-    Raises ConfigError if the file cannot be read, or `model` is a path that does not exist.
-    """
+    """Return the path of a model's grpo.yaml and its settings, those of SECTIONS; without such a file ("", {}). Raises
+    ConfigError if the file cannot be read, or `model` is a path that does not exist."""
     folder = Path(model).expanduser()
     path = folder / ANSWERING if folder.exists() else _find_on_hub(model)
     if path is None or not path.is_file():
@@ -51,10 +47,8 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, Any]:
-    """Return the settings of a model's grpo.yaml that a program knows and its user has not given, and show them.
-
-    Raises ConfigError as `read_answering`, and if the file names reward functions outside reward.py.
-    """
+    """Return the settings of a model's grpo.yaml that a program knows and its user has not given, and show them. Raises
+    ConfigError as `read_answering`, and if the file names reward functions outside reward.py."""
     path, settings = read_answering(model)
     if "reward_funcs" in given:  # weights are for the functions that they were written with
         settings.pop("reward_weights", None)

@@ -1,7 +1,5 @@
 """Chooses the device of a process, says why none can be used, and knows some GPUs' faults."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -17,10 +15,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether the memory of the host or of a card was too small.
-
-    Only torch's own allocator has an exception class for it; cuBLAS, cuDNN, NCCL and CUDA itself raise RuntimeErrors.
-    """
+    """Tell whether the memory of the host or of a card was too small. Only torch's own allocator has an exception class
+    for it; cuBLAS, cuDNN, NCCL and CUDA itself raise RuntimeErrors."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
@@ -39,9 +35,7 @@ def refuse_shortage(field: str, value: object, remedy: str) -> Iterator[None]:
 
 def wants_card() -> bool:
     """Tell whether this process should use a card: the machine has one or one is named, and nothing asks for the CPU.
-
-    Must be called before CUDA starts: with DS_ACCELERATOR=cpu it hides the cards from all libraries.
-    """
+    Must be called before CUDA starts: with DS_ACCELERATOR=cpu it hides the cards from all libraries."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         # DeepSpeed's launcher gives numbers to ranks on a CPU too, which would be read as cards.
         os.environ[_VISIBLE] = ""
@@ -54,10 +48,8 @@ def wants_card() -> bool:
 
 
 def take_device(local_rank: int) -> torch.device:
-    """Select the card of this rank of the machine, or the CPU if no card is wanted.
-
-    Raises ConfigError if the card cannot be used: falling back to the CPU would silently be many times slower.
-    """
+    """Select the card of this rank of the machine, or the CPU if no card is wanted. Raises ConfigError if the card
+    cannot be used: falling back to the CPU would silently be many times slower."""
     # torch's first choice on an H100 is cuDNN's attention, which makes a new plan for every shape and fails at some of
     # ours ("Expected mha_graph.execute(...) to be true"). Without it torch takes flash attention.
     torch.backends.cuda.enable_cudnn_sdp(False)

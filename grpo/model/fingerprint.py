@@ -1,7 +1,5 @@
 """Describe a model so that two processes can tell whether they have the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -52,11 +50,9 @@ def describe_without_weights(
 
 
 def fingerprint_with(model: PreTrainedModel, inputs: str, weights: WeightsFile, digest: str) -> str:
-    """Return the fingerprint that `describe` would give `model` with these weights.
-
-    `digest` is what its config then has as `weights_sha256`, for weights that differ by less than the samples show;
-    `inputs` its ModelInfo's `inputs_fingerprint`.
-    """
+    """Return the fingerprint that `describe` would give `model` with these weights. `digest` is what its config then
+    has as `weights_sha256`, for weights that differ by less than the samples show; `inputs` its ModelInfo's
+    `inputs_fingerprint`."""
     samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())
     return _fingerprint(model, inputs, samples, digest)
 

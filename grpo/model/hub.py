@@ -1,7 +1,5 @@
 """Finds models and datasets by name: what can only be a path is never asked of the hub, and a hub out of reach once."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Load the tokenizer, the policy and the frozen reference: of a model or an adapter, from the hub or a folder."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -56,11 +54,9 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
-    """Load the language model in its dtype on `device`, or spread over all with a `device_map`, and check its head.
-
-    It must stay in evaluation mode: else its log-probs would be those of another distribution than it sampled from.
-    Raises ConfigError, also if a package that this needs is not installed, or memory is too small.
-    """
+    """Load the language model in its dtype on `device`, or spread over all with a `device_map`, and check its head. It
+    must stay in evaluation mode: else its log-probs would be those of another distribution than it sampled from. Raises
+    ConfigError, also if a package that this needs is not installed, or memory is too small."""
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
         require_packages("device_map", device_map, "accelerate")
@@ -158,12 +154,10 @@ def _end_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBa
 
 
 def length_limits(config: PretrainedConfig) -> dict[str, int]:
-    """Return the fields of a model's configuration that limit the tokens of a sequence.
-
-    Beyond the last two its log-probs depend on the rest of its batch: beyond the first length of longrope positions
+    """Return the fields of a model's configuration that limit the tokens of a sequence. Beyond the last two its
+    log-probs depend on the rest of its batch: beyond the first length of longrope positions
     (`original_max_position_embeddings`) transformers rotates a whole batch by the long factors, and which keys an
-    indexed attention sees beyond `index_topk` depends on the length of the row.
-    """
+    indexed attention sees beyond `index_topk` depends on the length of the row."""
     text = config.get_text_config()
     limits = {name: getattr(text, name, None) for name in ("max_position_embeddings", "index_topk")}
     rope = getattr(text, "rope_parameters", None) or {}

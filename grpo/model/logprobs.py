@@ -27,18 +27,14 @@ def token_logprobs(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(token | all tokens before it) of every completion token, and on request the entropy there, in nats.
-
-    Both are float32 [T] in the order of `batch.targets`, of softmax(logits / temperature), and carry gradients.
-    """
+    Both are float32 [T] in the order of `batch.targets`, of softmax(logits / temperature), and carry gradients."""
     return _at_head(_body(model, batch), model, batch, temperature, with_entropy)
 
 
-def with_router_logits(
-    model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `token_logprobs` and `router_logits` from one forward pass."""
+def with_router_logits(model: nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropies and `router_logits` from one forward pass."""
     body = _body(model, batch, output_router_logits=True)
-    return *_at_head(body, model, batch, temperature, with_entropy), _at_routers(body, batch)
+    return *_at_head(body, model, batch, temperature, with_entropy=True), _at_routers(body, batch)
 
 
 def router_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -76,11 +72,9 @@ def _body(model: nn.Module, batch: Batch, **options):
 
 @contextmanager
 def text_at(model: nn.Module, input_ids: Tensor, places: Tensor | None) -> Iterator[Tensor]:
-    """Let the model take the ids at these places for text, which it would take for pieces of a picture.
-
-    It is given another id there, and its embedding the right one, except in calls with other shapes, such as those
-    that generate makes for the tokens that follow.
-    """
+    """Let the model take the ids at these places for text, which it would take for pieces of a picture. It is given
+    another id there, and its embedding the right one, except in calls with other shapes, such as those that generate
+    makes for the tokens that follow."""
     if places is None:
         yield input_ids
         return
@@ -94,11 +88,8 @@ def text_at(model: nn.Module, input_ids: Tensor, places: Tensor | None) -> Itera
         ids.view(-1)[places.to(ids.device)] = input_ids.view(-1)[places].to(ids.device)
         return (ids, *inputs[1:])
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(embed_right_ids)
-    try:
+    with model.get_input_embeddings().register_forward_pre_hook(embed_right_ids):
         yield shown
-    finally:
-        hook.remove()
 
 
 def _predicting(states: Tensor, batch: Batch) -> Tensor:
@@ -127,11 +118,9 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 def recompute(model: nn.Module, wanted: bool) -> None:
-    """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so.
-
-    Layers recompute only in training mode, which they must still have in the backward pass. The rest of the model stays
-    in evaluation mode: training mode turns on noise that no setting turns off (PhiMoE draws its experts at random).
-    """
+    """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so. Layers
+    recompute only in training mode, which they must still have in the backward pass. The rest of the model stays in
+    evaluation mode: training mode turns on noise that no setting turns off (PhiMoE draws its experts at random)."""
     for layer in model.modules():
         if getattr(layer, "gradient_checkpointing", False):
             layer.training = wanted
@@ -139,12 +128,10 @@ def recompute(model: nn.Module, wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class Head:
-    """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32.
-
-    Some models scale their logits, or the hidden states before lm_head: by `logit_scale` (Cohere), `lm_head_multiplier`
-    (Falcon-H1) or 1 / `logits_scaling` (Granite, MiniCPM3; HyperCLOVA X multiplies by it). Gemma caps them
-    (`final_logit_softcapping`). The temperature divides last.
-    """
+    """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32. Some models
+    scale their logits, or the hidden states before lm_head: by `logit_scale` (Cohere), `lm_head_multiplier` (Falcon-H1)
+    or 1 / `logits_scaling` (Granite, MiniCPM3; HyperCLOVA X multiplies by it). Gemma caps them
+    (`final_logit_softcapping`). The temperature divides last."""
 
     weight: Tensor  # [vocabulary, hidden size]
     bias: Tensor | None
@@ -217,11 +204,8 @@ class Head:
         hidden = getattr(body, "last_hidden_state", None)
         if linear is None or hidden is None or hidden.shape[-1] != linear.weight.shape[1]:
             raise ConfigError(f"{name} has no linear head over its last hidden states: use another model")
-        hook = linear.register_forward_pre_hook(lambda linear, inputs: head_inputs.append(inputs[0]))
-        try:
+        with linear.register_forward_pre_hook(lambda linear, inputs: head_inputs.append(inputs[0])):
             expected = model(input_ids=ids, use_cache=False).logits[0].float()
-        finally:
-            hook.remove()
         head = cls.of(model)
         hidden = hidden[0].to(head.weight)
         # In 16 bit two passes may round differently, and a deep model amplifies that, for some tokens without limit. So
@@ -242,10 +226,8 @@ class Head:
 
 
 class _Logprobs(torch.autograd.Function):
-    """Log-probs of the targets, and entropies or None, float32 [T], from hidden states [T, hidden size].
-
-    One node of the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time.
-    """
+    """Log-probs of the targets, and entropies or None, float32 [T], from hidden states [T, hidden size]. One node of
+    the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool):

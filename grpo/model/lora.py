@@ -105,10 +105,8 @@ def _refused(name: str, reason: str) -> ConfigError:
 
 def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     """Give the model an adapter, drawn from the run's seed, or continue with the one it came with; freeze the rest.
-
     Return whether it came with one. A new adapter changes no output yet: its second matrix is 0. With
-    `freeze_vision_tower` it has no layers in the vision tower. Raises ConfigError if it fits no layer.
-    """
+    `freeze_vision_tower` it has no layers in the vision tower. Raises ConfigError if it fits no layer."""
     if hasattr(model, "peft_config"):
         adapter = model.peft_config[NAME]
         log.info("continuing with %s: r %d, alpha %g", config.model_name_or_path, adapter.r, adapter.lora_alpha)
@@ -120,7 +118,10 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     if targets == ["all-linear"] or (targets is None and model.config.model_type not in CHOSEN):
         targets = "all-linear"  # of no vision-language model peft knows which layers to take
     else:
-        _check_targets(model, targets or [])
+        remedy = f"name some of its linear layers ({', '.join(_kinds_of_layers(model))}), or all-linear"
+        for target in targets or []:  # peft refuses only if all names are wrong
+            is_there = any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules())
+            require(is_there, "lora_target_modules", target, f"the model has no such layer: {remedy}")
     tower = [rf"{re.escape(name)}\..*" for name in vision_modules(model)] if config.freeze_vision_tower else []
     settings = LoraConfig(
         r=config.lora_r,
@@ -137,14 +138,6 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     layers = sorted({name.rsplit(".", 1)[-1] for name in settings.target_modules})
     log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(layers))
     return False
-
-
-def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
-    """Raise ConfigError for a name that is no layer's. peft refuses only if all names are wrong."""
-    remedy = f"name some of its linear layers ({', '.join(_kinds_of_layers(model))}), or all-linear"
-    for target in targets:
-        is_there = any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules())
-        require(is_there, "lora_target_modules", target, f"the model has no such layer: {remedy}")
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
@@ -193,10 +186,8 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights that the adapter is on, by the names of the plain model.
-
-    Those in 4 bits are unpacked into the model's dtype, as copies on the CPU; all others are no copies.
-    """
+    """Return the weights that the adapter is on, by the names of the plain model. Those in 4 bits are unpacked into the
+    model's dtype, as copies on the CPU; all others are no copies."""
     weights = named_weights(model)
     weights |= {name: unpacked(weight).cpu() for name, weight in model.named_parameters() if is_packed(weight)}
     return {name.replace(".base_layer.", "."): weight for name, weight in weights.items() if ".lora_" not in name}
@@ -245,11 +236,8 @@ def trained_alone(model: PreTrainedModel) -> Iterator[None]:
         for name in weights.keys() - trained:
             del weights[name]
 
-    hook = model.register_state_dict_post_hook(leave_out)
-    try:
+    with model.register_state_dict_post_hook(leave_out):
         yield
-    finally:
-        hook.remove()
 
 
 class AdapterOffReference:
@@ -282,12 +270,10 @@ class AdapterOffReference:
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain model to save, with the adapter merged into its weights; `model` stays as it is.
-
-    It cannot compute: it lacks buffers that are not saved. Merged weights, and those in 4 bits, which are unpacked into
-    the model's dtype (the base that the adapter was trained on), are new tensors on the CPU. All others are shared with
-    `model`. On the model's device one layer is merged at a time.
-    """
+    """Return a plain model to save, with the adapter merged into its weights; `model` stays as it is. It cannot
+    compute: it lacks buffers that are not saved. Merged weights, and those in 4 bits, which are unpacked into the
+    model's dtype (the base that the adapter was trained on), are new tensors on the CPU. All others are shared with
+    `model`. On the model's device one layer is merged at a time."""
     settings = copy.deepcopy(model.config)
     if quantization_of(model) == "4bit":
         del settings.quantization_config
@@ -324,10 +310,8 @@ def layout(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def keep_layout(model: PreTrainedModel) -> None:
-    """Keep 4 bit weights in the layout that gradients can pass through.
-
-    On a CPU with AVX512-BF16, bitsandbytes packs them anew in the first pass without gradients.
-    """
+    """Keep 4 bit weights in the layout that gradients can pass through. On a CPU with AVX512-BF16, bitsandbytes packs
+    them anew in the first pass without gradients."""
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False

@@ -5,13 +5,11 @@ the living tensors are counted. Formulas stand for attention, whose kernel depen
 of logits, and for quantized weights. `python -m benchmarks.memory` compares the sum with measured peaks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -114,11 +112,9 @@ def server_memory(model: PreTrainedModel, quantization: str, tokens: int, longes
 
 
 def weights(model: PreTrainedModel, quantization: str) -> int:
-    """Return the bytes of the weights, a tied head once, linear layers as bitsandbytes lays them out.
-
-    In 8 bits with a float32 for each output, in 4 bits with a byte for every 64 numbers and a float32 for every 256
-    such bytes. Embeddings, head, norms, biases and an adapter stay in the model's dtype.
-    """
+    """Return the bytes of the weights, a tied head once, linear layers as bitsandbytes lays them out. In 8 bits with a
+    float32 for each output, in 4 bits with a byte for every 64 numbers and a float32 for every 256 such bytes.
+    Embeddings, head, norms, biases and an adapter stay in the model's dtype."""
     item = model.dtype.itemsize
     size = sum(parameter.numel() for parameter in model.parameters()) * item
     if quantization == "none":
@@ -169,22 +165,19 @@ def activations(
     pictures: Pictures | None = None,
 ) -> int:
     """Return the most bytes of a pass of `tokens` in sequences of at most `longest`, without parameters' gradients.
-
     `copies`: how often a key of a packed batch is laid out (grpo/model/tree_attention.py), on average. `padded`: the
     batch is `generate`'s. `backward`: a backward pass follows, with recomputation if the model is set to it. The model
-    is on device meta, and must not change between two calls. Raises NotImplementedError if it does not run there.
-    """
+    is on device meta, and must not change between two calls. Raises NotImplementedError if it does not run there."""
     beside = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
     embeddings = model.get_input_embeddings()
     fed = pictures.inputs(model, tokens) if pictures is not None else {}
-    hooks = [
-        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
-        for weight in model.parameters()
-        if backward and weight.requires_grad
-    ]
     live = LiveTensors(model)
-    with _counted_attention(model, beside):
+    with ExitStack() as hooks, _counted_attention(model, beside):
+        for weight in model.parameters():
+            if backward and weight.requires_grad:
+                drop = weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+                hooks.enter_context(drop)
         try:
             recompute(model, wanted=backward)
             with live, torch.set_grad_enabled(backward):
@@ -197,7 +190,7 @@ def activations(
                     inputs = {"inputs_embeds": states, "position_ids": positions}
                 else:
                     inputs = {name: value.clone() for name, value in fed.items()}
-                    hooks.append(embeddings.register_forward_hook(lambda *_: states))
+                    hooks.enter_context(embeddings.register_forward_hook(lambda *_: states))
                 out = body_of(model)(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
                 torch.empty(head, dtype=torch.uint8, device="meta")
                 if backward:
@@ -205,9 +198,6 @@ def activations(
         # A model's code may fail in any way on tensors without numbers or on a mask that it does not know.
         except Exception as error:
             raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
-        finally:
-            for hook in hooks:
-                hook.remove()
     return live.most
 
 

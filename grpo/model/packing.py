@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from grpo.model.pictures import Vision
 
 Ids = Sequence[int] | np.ndarray  # token ids; of a prompt with pictures a PicturedPrompt
+Sequences = Sequence[tuple[Ids, Ids]]  # of each the prompt's ids and the completion's
+Device = torch.device | str
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,7 @@ class Tree:
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where each segment's queries begin and end, and its keys when they are laid out one after the other.
-
-        Both int32 [segments + 1], made once for each device: a copy in each layer would make it wait for the GPU.
-        """
+        Both int32 [segments + 1], made once for each device: a copy in each layer would make it wait for the GPU."""
         if device not in self._ends:
             lengths = np.array([[0, *self.segments], [0, *self.key_lengths]])
             self._ends[device] = torch.from_numpy(lengths.cumsum(axis=1, dtype=np.int32)).to(device).unbind()
@@ -93,34 +93,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batcher:
-    """The way to make batches for one model. A sequence is (prompt ids, completion ids)."""
+    """The way to make batches for one model."""
 
     pad_token_id: int
     longest_packed: int
     """tokens of the longest sequence that may be packed: beyond it the model's attention has a window; 0 packs none"""
     vision: Vision | None = None  # how the model sees pictures; None if it takes text alone
 
-    def cut(self, sequences: Sequence[tuple[Ids, Ids]], budget: int) -> list[list[int]]:
-        """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch.
-
-        The completions of a prompt stay together if they fit. A sequence longer than the budget is a batch by itself.
-        """
+    def cut(self, sequences: Sequences, budget: int) -> list[list[int]]:
+        """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch. The
+        completions of a prompt stay together if they fit. A sequence longer than the budget is a batch by itself."""
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
         packed = [index for index, length in enumerate(lengths) if length <= self.longest_packed]
         padded = [index for index, length in enumerate(lengths) if length > self.longest_packed]
         return _cut_packed(sequences, packed, budget) + _cut_padded(lengths, padded, budget)
 
-    def make(
-        self,
-        sequences: Sequence[tuple[Ids, Ids]],
-        device: torch.device | str,
-        predicted: Sequence[np.ndarray | None] | None = None,
-    ) -> Batch:
+    def make(self, sequences: Sequences, device: Device, predicted: Sequence[np.ndarray | None] | None = None) -> Batch:
         """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
-
         `predicted` marks for each sequence, bool [len(completion)], the tokens that are predicted; None, for one or for
-        all of them, is every token. Raises PictureError if a prompt's picture cannot be opened.
-        """
+        all of them, is every token. Raises PictureError if a prompt's picture cannot be opened."""
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         predicted = predicted or [None] * len(sequences)
         if longest <= self.longest_packed:
@@ -130,13 +121,13 @@ class Batcher:
         return _batch(sequences, predicted, layout, self.vision, device)
 
 
-def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: torch.device | str) -> Batch:
+def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: Device) -> Batch:
     """Make a packed batch of prompts alone, in their order, equal ones too."""
     sequences, groups = [(prompt, []) for prompt in prompts], [[index] for index in range(len(prompts))]
     return _batch(sequences, [None] * len(prompts), _packed(sequences, groups, vision), vision, device)
 
 
-def by_prompt(sequences: Sequence[tuple[Ids, Ids]], indices: Sequence[int]) -> list[list[int]]:
+def by_prompt(sequences: Sequences, indices: Sequence[int]) -> list[list[int]]:
     """Group the indices of equal prompts, in order of first appearance."""
     groups: dict[bytes, list[int]] = {}
     for index in indices:
@@ -144,7 +135,7 @@ def by_prompt(sequences: Sequence[tuple[Ids, Ids]], indices: Sequence[int]) -> l
     return list(groups.values())
 
 
-def _cut_packed(sequences: Sequence[tuple[Ids, Ids]], indices: list[int], budget: int) -> list[list[int]]:
+def _cut_packed(sequences: Sequences, indices: list[int], budget: int) -> list[list[int]]:
     batches: list[list[int]] = []
     used = budget  # so that the first sequence opens a batch
     for group in by_prompt(sequences, indices):
@@ -183,10 +174,8 @@ class _Layout(NamedTuple):
     prompts: list[tuple[Ids, int]]  # each with where it begins in the flattened ids
 
 
-def _packed(sequences: Sequence[tuple[Ids, Ids]], groups: list[list[int]], vision: Vision | None) -> _Layout:
-    ids, positions, blocks = [], [], []
-    prompts: list[tuple[Ids, int]] = []
-    lengths: list[tuple[int, list[int]]] = []
+def _packed(sequences: Sequences, groups: list[list[int]], vision: Vision | None) -> _Layout:
+    ids, positions, blocks, prompts, lengths = [], [], [], [], []
     places: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
     start = 0
     for group in groups:
@@ -211,7 +200,7 @@ def _packed(sequences: Sequence[tuple[Ids, Ids]], groups: list[list[int]], visio
     return _Layout(row, position_ids, Tree(lengths, blocks), places, prompts)
 
 
-def _padded(sequences: Sequence[tuple[Ids, Ids]], pad_token_id: int, vision: Vision | None) -> _Layout:
+def _padded(sequences: Sequences, pad_token_id: int, vision: Vision | None) -> _Layout:
     width = max(len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences)
     ids = np.full((len(sequences), width), pad_token_id, np.int64)
     places, prompts = [], []
@@ -230,11 +219,7 @@ def _padded(sequences: Sequence[tuple[Ids, Ids]], pad_token_id: int, vision: Vis
 
 
 def _batch(
-    sequences: Sequence[tuple[Ids, Ids]],
-    predicted: Sequence[np.ndarray | None],
-    layout: _Layout,
-    vision: Vision | None,
-    device: torch.device | str,
+    sequences: Sequences, predicted: Sequence[np.ndarray | None], layout: _Layout, vision: Vision | None, device: Device
 ) -> Batch:
     ids, position_ids, tree, places, prompts = layout
     completions = [np.asarray(completion, np.int64) for _, completion in sequences]

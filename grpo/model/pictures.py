@@ -50,11 +50,9 @@ def takes_pictures(settings: PretrainedConfig) -> bool:
 def load_processor(
     config: SharedConfig, settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PictureProcessor | None:
-    """Load the processor that comes with a model; None for a model without one, which takes text alone.
-
-    A tokenizer without a chat template gets the processor's. Raises ConfigError, also if nothing follows `min_pixels`
-    or `max_pixels`.
-    """
+    """Load the processor that comes with a model; None for a model without one, which takes text alone. A tokenizer
+    without a chat template gets the processor's. Raises ConfigError, also if nothing follows `min_pixels` or
+    `max_pixels`."""
     name = base_of(config.model_name_or_path) or config.model_name_or_path
     limits = {limit: value for limit in ("min_pixels", "max_pixels") if (value := getattr(config, limit)) is not None}
     if not takes_pictures(settings) or find_file(name, "preprocessor_config.json", "processor_config.json") is None:
@@ -102,11 +100,8 @@ class PictureProcessor:
         """Return a hash that differs if another processor would make other pixels or other ids of a picture."""
         images = self._processor.image_processor
         settings = {name: value for name, value in images.to_dict().items() if name not in _VOLATILE}
-        of_prompt = {
-            name: value
-            for name, value in vars(self._processor).items()
-            if isinstance(value, int | float | str) and name != "chat_template"
-        }
+        plain = {name: value for name, value in vars(self._processor).items() if isinstance(value, int | float | str)}
+        of_prompt = {name: value for name, value in plain.items() if name != "chat_template"}
         return fingerprint(type(images).__name__, json.dumps([settings, of_prompt], sort_keys=True, default=str))
 
     def encode(self, text: str, pictures: Sequence[bytes], add_special_tokens: bool) -> PicturedPrompt:
@@ -124,10 +119,8 @@ class PictureProcessor:
         return [self._prepare(picture)[1] for picture in pictures]
 
     def join(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Join the `inputs` of several pictures, of one prompt or many.
-
-        A dimension for a picture's tiles (LLaVA-OneVision) is padded with zeros, which the model leaves out.
-        """
+        """Join the `inputs` of several pictures, of one prompt or many. A dimension for a picture's tiles
+        (LLaVA-OneVision) is padded with zeros, which the model leaves out."""
         joined, dimension = {}, self._pictures_dimension
         for name in inputs[0]:
             values = [of_picture[name] for of_picture in inputs]

@@ -4,8 +4,6 @@ A row is a completion. Its token attends to its prompt, with all rows of that pr
 own tokens; both products' scores share one softmax. The attention of grpo/model/tree_attention.py calls it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -75,12 +73,9 @@ class SharedCache:
         return True
 
     def step(self, shape: Shape, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:
-        """Prepare the next forward pass, one token for each of the first rows.
-
-        `cells` [2, rows]: the slot of each row's prompt, and its number among that prompt's rows. `prompts` [rows]:
-        tokens of its prompt. `places` [rows]: which of the row's tokens it is. `rows_of` [slots, copies]: the row in
-        each cell, any row in an empty one.
-        """
+        """Prepare the next forward pass, one token for each of the first rows. `cells` [2, rows]: the slot of each
+        row's prompt, and its number among that prompt's rows. `prompts` [rows]: tokens of its prompt. `places` [rows]:
+        which of the row's tokens it is. `rows_of` [slots, copies]: the row in each cell, any row in an empty one."""
         self.fed = []
         self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
         self._indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}

@@ -4,8 +4,6 @@ transformers' own pass treats a token as a text, which takes a small model's ste
 same numbers are computed in the same order, with the same rounding, by three quarters of the kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

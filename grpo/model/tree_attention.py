@@ -6,8 +6,6 @@ no score between two segments that do not see each other is ever computed, and n
 With a `shared_cache` the keys and values of packed prompts are kept, and later passes draw from them token by token.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
@@ -28,10 +26,8 @@ _PREFIX = "grpo_packed_"
 
 
 def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float, softcap: float | None) -> Tensor:
-    """Attend with one call for each segment, and one for a whole small group.
-
-    Queries [1, heads, N, d], keys and values [1, kv heads, N, d] -> [1, N, heads, d].
-    """
+    """Attend with one call for each segment, and one for a whole small group. Queries [1, heads, N, d], keys and values
+    [1, kv heads, N, d] -> [1, N, heads, d]."""
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
     sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
     out: list[Tensor] = []

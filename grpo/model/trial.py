@@ -10,8 +10,6 @@ of attention alone 0.07 times; completions that see each other, positions that c
 is off by one, 0.42 times and more.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -47,10 +45,8 @@ class TrialResult:
 
 
 def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> TrialResult:
-    """Check padded batches, also with the update's forward pass, and return the result of one.
-
-    Raises ConfigError if a token's log-prob depends on later tokens or on whether gradients are computed.
-    """
+    """Check padded batches, also with the update's forward pass, and return the result of one. Raises ConfigError if a
+    token's log-prob depends on later tokens or on whether gradients are computed."""
     batcher, sequences = Batcher(pad_token_id, longest_packed=0, vision=vision), trial_sequences(model, vision)
     cut_off = [(prompt, completion[:2]) for prompt, completion in sequences[4:]]
     others = trial_sequences(model, vision, prompts_at=5)
@@ -94,9 +90,7 @@ def packed_differs(model: PreTrainedModel, padded: TrialResult, vision: Vision |
 
 def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompts_at: int = 0) -> list[tuple[Ids, Ids]]:
     """Make two groups of four sequences of at most 8 tokens: no window is so small. `prompts_at=5`: different prompts.
-
-    A third group has two pictures before its prompt, or one if two do not fit the attention's window.
-    """
+    A third group has two pictures before its prompt, or one if two do not fit the attention's window."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # A text that has the id of a picture's piece would be taken for more of the picture.
     piece = vision.token_id if vision is not None else None
@@ -152,11 +146,9 @@ def _gradient_distance(slopes: list[Tensor | None], expected: list[Tensor | None
 
 
 def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PictureProcessor | None = None) -> Batcher:
-    """Choose packed batches with shared prompts if the model allows them, else padded ones, and log the choice.
-
-    A configuration does not tell enough, so the model is tried. Raises ConfigError if even padded batches cannot be
-    trusted. With the model's `processor` the batches take prompts with pictures too.
-    """
+    """Choose packed batches with shared prompts if the model allows them, else padded ones, and log the choice. A
+    configuration does not tell enough, so the model is tried. Raises ConfigError if even padded batches cannot be
+    trusted. With the model's `processor` the batches take prompts with pictures too."""
     longest, reason = longest_packed(model)
     vision = Vision(processor, model) if processor is not None else None
     padded, name = check_padded(model, pad_token_id, vision), type(model).__name__

@@ -3,8 +3,6 @@
 The format is https://github.com/huggingface/safetensors#format; the file is one that `from_pretrained` reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -21,6 +19,7 @@ _LONGEST_HEADER = 16 << 20
 _BLOCK = 4 << 20  # values of a block
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+Change = Callable[[str, slice, Tensor], Tensor]  # of a name and a slice of its flattened tensor, with the values there
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -43,15 +42,9 @@ def sample(count: int) -> slice:
 
 
 def write_weights(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
-    change: Callable[[str, slice, Tensor], Tensor] | None = None,
+    path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None, change: Change | None = None
 ) -> str:
-    """Write tensors to a file, in `dtype` or each in its own, and return the file's SHA-256 in hex.
-
-    `change(name, part, values)` may replace the values of a slice of the flattened tensor.
-    """
+    """Write tensors to a file, in `dtype` or each in its own and `change`d, and return the file's SHA-256 in hex."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     stop = 0
     for name, tensor in weights.items():

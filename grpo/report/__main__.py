@@ -8,8 +8,6 @@ Several runs share each chart. A run may still be running, or have been killed: 
 and says so. The page needs no network and no server: open report.html from the disk.
 """
 
-from __future__ import annotations
-
 import sys
 
 from grpo.config.command_line import parse_arguments

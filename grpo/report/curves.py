@@ -3,8 +3,6 @@
 The page and every PNG are drawn from these charts.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -191,7 +189,7 @@ def _rounded(values: Iterable[float]) -> list[float]:
 
 def make_phases(runs: Sequence[RecordedRun]) -> list[Phases]:
     """Return the time of each run by phase; all runs have the same phases in the same order."""
-    names = [name for name in dict.fromkeys(name for run in runs for name in run.names) if name.startswith(TIME)]
+    names = [name for name in dict.fromkeys(chain(*(run.names for run in runs))) if name.startswith(TIME)]
     return [_phases(run, names) for run in runs]
 
 
@@ -228,9 +226,7 @@ def draw_charts(charts: Sequence[Chart], names: Sequence[str], path: Path, colum
             dash = _DASHES[(place if several else place // len(COLOURS)) % len(_DASHES)]
             for line in lines:
                 colour = COLOURS[(line.run if several else place) % len(COLOURS)]
-                style: dict[str, Any] = {"color": colour, "linestyle": dash}
-                if not several:
-                    style["label"] = metric
+                style = {"color": colour, "linestyle": dash, "label": None if several else metric}
                 if line.smooth:
                     axes.plot(line.steps, line.values, color=colour, alpha=0.25, linewidth=0.8)
                     axes.plot(line.steps, line.smooth, **style)

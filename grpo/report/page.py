@@ -1,7 +1,5 @@
 """Writes the page of one or several runs, and its pictures; or serves it live to this machine's browser."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -23,17 +21,7 @@ from waitress.server import BaseWSGIServer, create_server
 from grpo.config.console import listen
 from grpo.config.errors import ConfigError, require
 from grpo.config.programs import ReportConfig
-from grpo.report.curves import (
-    COLOURS,
-    OTHER,
-    PANELS,
-    REST,
-    default_window,
-    draw_charts,
-    draw_phases,
-    make_charts,
-    make_phases,
-)
+from grpo.report import curves
 from grpo.report.read import RecordedRun, read_completions, read_pictures, read_run
 
 PAGE, UNFINISHED = "report.html", "report.unfinished"
@@ -62,9 +50,9 @@ def report(config: ReportConfig) -> Iterator[Path]:
     for run in runs:
         for note in run.notes:
             print(f"{run.folder}: {note}", file=sys.stderr)
-
     output.mkdir(parents=True, exist_ok=True)
-    pictures = {title: output / f"{re.sub('[^a-z]+', '_', title.lower())}.png" for title in (*PANELS, REST, "time")}
+    titles = *curves.PANELS, curves.REST, "time"
+    pictures = {title: output / f"{re.sub('[^a-z]+', '_', title.lower())}.png" for title in titles}
     for picture in pictures.values():  # those of an older report
         picture.unlink(missing_ok=True)
     (output / UNFINISHED).write_text(make_page(data), encoding="utf-8")
@@ -72,12 +60,11 @@ def report(config: ReportConfig) -> Iterator[Path]:
     yield output / PAGE
     if not config.png:
         return
-
-    names, phases = run_names(folders), make_phases(runs)
-    for title, charts in make_charts(runs, data["window"]).items():
-        yield draw_charts(charts, names, pictures[title])
+    names, phases = run_names(folders), curves.make_phases(runs)
+    for title, charts in curves.make_charts(runs, data["window"]).items():
+        yield curves.draw_charts(charts, names, pictures[title])
     if any(sum(of_run.totals.values()) for of_run in phases):
-        yield draw_phases(phases, names, pictures["time"])
+        yield curves.draw_phases(phases, names, pictures["time"])
 
 
 def run_folders(config: ReportConfig) -> list[Path]:
@@ -90,23 +77,23 @@ def run_folders(config: ReportConfig) -> list[Path]:
 
 def page_data(runs: Sequence[RecordedRun], smoothing: int) -> dict[str, Any]:
     """Return the page's data. Reads the completions, and adds notes about missing ones to the runs."""
-    names, window = run_names([run.folder for run in runs]), smoothing or default_window(runs)
+    names, window = run_names([run.folder for run in runs]), smoothing or curves.default_window(runs)
     completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
     room = PICTURES_BYTES // len(runs)
     pictures = [read_pictures(run, blocks, room) for run, blocks in zip(runs, completions, strict=True)]
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "window": window,
-        "colours": COLOURS,
-        "other": OTHER,
+        "colours": curves.COLOURS,
+        "other": curves.OTHER,
         "runs": [summarise(run, name, window) for run, name in zip(runs, names, strict=True)],
         "settings": all_settings(runs),
         "starts": [[{name: _to_text(value) for name, value in start.items()} for start in run.starts] for run in runs],
         "sections": [
             {"title": title, "charts": [asdict(chart) for chart in charts]}
-            for title, charts in make_charts(runs, window).items()
+            for title, charts in curves.make_charts(runs, window).items()
         ],
-        "phases": [asdict(of_run) for of_run in make_phases(runs)],
+        "phases": [asdict(of_run) for of_run in curves.make_phases(runs)],
         "completions": completions,
         "pictures": pictures,
     }

@@ -4,8 +4,6 @@ The run may have been killed in the middle of a line, may be running, or may hav
 `RecordedRun.notes` names everything that cannot be read and is left out.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json

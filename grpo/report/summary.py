@@ -1,7 +1,5 @@
 """Makes the table at the end of a run: its first and its last numbers, and the next commands."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -6,8 +6,6 @@ org/model, ./folder       a reward model, loaded in the trainer; the name has a 
 http://machine:59876      a reward model on a server of its own: python ref_server.py --task reward
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re
@@ -41,16 +39,13 @@ from grpo.usercode.process import count_processes, run_in_loop
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.rewards import Message
 
-_FALLBACK = 0.0  # the reward of a completion on which a function hangs or ends its process
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
-    """Return the rewards of `reward_funcs`, in its order, by the name that each is logged under.
-
-    A function is imported. A reward model is its folder, hub id or URL, and its name the last part of that. Raises
-    ConfigError if a file, function or folder is missing, or a name stands twice.
-    """
+    """Return the rewards of `reward_funcs`, in its order, by the name that each is logged under. A function is
+    imported. A reward model is its folder, hub id or URL, and its name the last part of that. Raises ConfigError if a
+    file, function or folder is missing, or a name stands twice."""
     rewards: dict[str, Callable | str] = {}
     for name in names:
         label, reward = _find_reward(name)
@@ -63,10 +58,8 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
 def start_rewards(
     rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device, run: str = ""
 ) -> tuple[dict[str, Callable | RewardScorer], RewardPool | None]:
-    """Load models, wait for servers, start processes; return the rewards ready for use, and the processes' pool.
-
-    `run` is shown on the servers' pages. Raises what RewardModel and RewardClient raise.
-    """
+    """Load models, wait for servers, start processes; return the rewards ready for use, and the processes' pool. `run`
+    is shown on the servers' pages. Raises what RewardModel and RewardClient raise."""
     started: dict[str, Callable | RewardScorer] = {}
     functions, pool = start_functions(rewards, config, count_processes())
     for label, reward in rewards.items():
@@ -91,12 +84,12 @@ def start_functions(
         return functions, None
     names = dict(zip(rewards, config.reward_funcs, strict=True))
     pooled = [names[label] for label, function in functions.items() if _is_blocking(function)]
-    pool = RewardPool(pooled, config.reward_timeout, _FALLBACK, workers) if pooled else None
+    pool = RewardPool(pooled, config.reward_timeout, workers) if pooled else None
     for label, function in functions.items():
-        if pool is not None and _is_blocking(function):
+        if _is_blocking(function):
             functions[label] = pool.make_function(names[label])
         else:
-            functions[label] = add_deadline(label, function, config.reward_timeout, _FALLBACK)
+            functions[label] = add_deadline(label, function, config.reward_timeout)
     return functions, pool
 
 

@@ -1,7 +1,5 @@
 """`reward_timeout`: reward functions are called on each completion alone, with a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
@@ -25,14 +23,12 @@ from grpo.usercode.process import CallLost, ProcessPool, ended_within
 
 log = logging.getLogger(__name__)
 
+_FALLBACK = 0.0  # the reward of a completion on which a function hangs or ends its process
 
-def call_each_alone(
-    label: str, fallback: float, compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]
-) -> Callable:
-    """Return an async function for `await_call` that calls this one on all completions at once, as batches of one.
 
-    A lost call earns `fallback`. The calls' logs are logged for the whole batch: a column is null for calls without it.
-    """
+def call_each_alone(label: str, compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
+    """Return an async function for `await_call` that calls this one on all completions at once, as batches of one. The
+    calls' logs are logged for the whole batch: a column is null for calls without it."""
 
     async def compute_or_fall_back(batch: RewardBatch, logged: Logged) -> float | None:
         try:
@@ -40,8 +36,8 @@ def call_each_alone(
         except CallLost as lost:
             # An error: ranks other than the first show no warnings.
             shown = quote_completion(text_of(batch.completions[0]), 80)
-            log.error("reward function %r %s on %s: that earns %g", label, lost, shown, fallback)
-            return fallback
+            log.error("reward function %r %s on %s: that earns %g", label, lost, shown, _FALLBACK)
+            return _FALLBACK
 
     async def rewards(batch: RewardBatch, logged: Logged) -> list[float | None]:
         logs = [Logged() for _ in batch.completions]
@@ -62,11 +58,8 @@ def call_each_alone(
     return rewards
 
 
-def add_deadline(label: str, function: Callable, seconds: float, fallback: float) -> Callable:
-    """Return an async function that calls this one on each completion alone, in this process.
-
-    A call is cancelled after `seconds`, and its completion gets the reward `fallback`.
-    """
+def add_deadline(label: str, function: Callable, seconds: float) -> Callable:
+    """Return an async function that calls this one on each completion alone, in this process, for `seconds` at most."""
 
     async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
         call = await ended_within(seconds, await_call(function, batch, logged))
@@ -75,7 +68,7 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
         except BaseException as error:  # the user's code may raise anything
             raise make_error(label, error, text_of(batch.completions[0])) from error
 
-    return call_each_alone(label, fallback, compute_reward)
+    return call_each_alone(label, compute_reward)
 
 
 class RewardService:
@@ -105,16 +98,14 @@ class RewardService:
 class RewardPool(ProcessPool):
     """Worker processes that call reward functions, on one completion at a time."""
 
-    def __init__(self, names: list[str], timeout: float, fallback: float, workers: int):
-        """`names` are as in `reward_funcs`. A call may take `timeout` seconds; a lost one earns `fallback`."""
+    def __init__(self, names: list[str], timeout: float, workers: int):
+        """`names` are as in `reward_funcs`. A call may take `timeout` seconds."""
         super().__init__((RewardService, (names,), names), timeout, threads=workers, started=workers)
-        self._names, self._fallback = names, fallback
+        self._names = names
 
     def make_function(self, name: str) -> Callable:
-        """Return an async function that calls the function of this name in the workers, on each completion alone.
-
-        It raises RewardError if the function raises or returns no reward.
-        """
+        """Return an async function that calls the function of this name in the workers, on each completion alone. It
+        raises RewardError if the function raises or returns no reward."""
         index, label = self._names.index(name), name.rpartition(":")[2]
 
         async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
@@ -124,4 +115,4 @@ class RewardPool(ProcessPool):
             logged.extra, logged.metrics = reply["extra"], reply["metrics"]
             return reply["reward"]
 
-        return call_each_alone(label, self._fallback, compute_reward)
+        return call_each_alone(label, compute_reward)

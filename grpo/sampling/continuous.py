@@ -10,8 +10,6 @@ taken in follows from the drawn tokens, never from a clock: which rows are compu
 log-probs.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -105,8 +103,7 @@ class _Loop:
         for each costs more. Return whether there were any."""
         if not self._waiting or self._waiting[0].due > self._steps:
             return False
-        rows: list[int] = []
-        answers: list[list[int]] = []
+        answers: dict[int, list[int]] = {}  # by row
         while self._waiting and self._waiting[0].due <= self._steps + ANSWER_STEPS // 2:
             completion = self._waiting.popleft()
             row, answer, completion.answer = self._in_rows.index(completion), completion.answer.result(), None
@@ -114,10 +111,9 @@ class _Loop:
                 self._leave(row)
             else:
                 completion.drawn += [False] * len(answer)
-                rows.append(row)
-                answers.append(answer)
-        if rows:
-            self._rows.feed(rows, answers)
+                answers[row] = answer
+        if answers:
+            self._rows.feed(answers)
         return True
 
     def _leave(self, row: int) -> None:
@@ -127,20 +123,17 @@ class _Loop:
         self._prompts_in[index].left -= 1
         if self._prompts_in[index].left == 0:
             heappush(self._free_slots, self._prompts_in.pop(index).slot)
-        answered = ()
         if completion.dialogue is not None:
-            answered = completion.drawn, completion.dialogue.outcome
             completion.dialogue.close()
         ids, logprobs = (values[row, :end].tolist() for values in (self._rows.ids, self._rows.logprobs))
         self._in_rows[row] = None
         self._rows.free(row)
-        self._groups.add(completion.number, self._make_rollout(ids, logprobs, *answered))
+        self._groups.add(completion.number, self._make_rollout(ids, logprobs, completion.drawn, completion.dialogue))
 
     def _refill(self) -> None:
         """Let completions begin in free rows, then bring the rows that draw to the front."""
         free = [row for row, completion in enumerate(self._in_rows) if completion is None]
-        taken: list[int] = []
-        fresh: list[int] = []
+        taken, fresh = [], []
         while self._left and len(taken) < len(free):
             index = self._left[0] // self._order.copies
             if index not in self._prompts_in:
@@ -150,9 +143,7 @@ class _Loop:
                 self._prompts_in[index] = _Prompt(heappop(self._free_slots), self._order.copies, base)
                 fresh.append(index)
             taken.append(self._left.popleft())
-        hidden = self._rows.prefill(
-            [self._prompts[index] for index in fresh], [self._prompts_in[index].slot for index in fresh]
-        )
+        hidden = self._rows.prefill({self._prompts_in[index].slot: self._prompts[index] for index in fresh})
         for index, states in zip(fresh, hidden, strict=True):
             self._prompts_in[index].hidden = states
         if taken:
@@ -160,13 +151,11 @@ class _Loop:
         self._bring_forward()
 
     def _begin_in(self, rows: list[int], numbers: list[int]) -> None:
-        cells: list[tuple[int, int, int, int]] = []
-        hidden: list[torch.Tensor] = []
+        cells, hidden = [], []
         for row, number in zip(rows, numbers, strict=True):
             index, copy = divmod(number, self._order.copies)
-            dialogue, prompt = None, self._prompts_in[index]
-            if self._turns is not None:
-                dialogue = self._turns.begin(self._order.examples[index], self._order.name(number))
+            example, name, prompt = self._order.examples[index], self._order.name(number), self._prompts_in[index]
+            dialogue = None if self._turns is None else self._turns.begin(example, name)
             self._in_rows[row] = _Completion(number, dialogue)
             cells.append((prompt.slot, copy, len(self._prompts[index]), prompt.base))
             hidden.append(prompt.hidden)

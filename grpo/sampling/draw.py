@@ -8,8 +8,6 @@ Logits are in blocks of the vocabulary, float32 [blocks, rows, size], -inf beyon
 while the block is in cache, and only the block in which a token lies is looked through. A small vocabulary is one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -37,10 +35,8 @@ def in_blocks(logits: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draw a token for each row: float32 [blocks, rows, size], float64 [rows] -> int64 [rows], float32 [rows].
-
-    Returns tokens and their log-probs. Without numbers each token is the most likely one, the first of equals.
-    """
+    """Draw a token for each row: float32 [blocks, rows, size], float64 [rows] -> int64 [rows], float32 [rows]. Returns
+    tokens and their log-probs. Without numbers each token is the most likely one, the first of equals."""
     if len(logits) == 1:
         return _draw_from_block(logits[0], numbers)
     top, block = logits.amax(dim=2).max(dim=0, keepdim=True)  # places too, of all, would cost five times as much

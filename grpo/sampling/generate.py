@@ -11,23 +11,16 @@ from itertools import compress
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.data.records import Example, Outcome, Rollout
+from grpo.data.records import Example, Rollout
 from grpo.data.responder import Dialogue, Responder, close_all, make_rollout
 from grpo.model.logprobs import Head, text_at
 from grpo.model.lora import frozen_norms
+from grpo.model.packing import Ids
 from grpo.model.pictures import Vision
 from grpo.sampling.draw import draw, in_blocks, uniforms
 from grpo.sampling.sampler import Groups, OnGroups, Order, Sampler
-from grpo.wire.picture_files import PicturedPrompt
 
 LOOK_EVERY = 16  # tokens
 HALF = (torch.bfloat16, torch.float16)
@@ -58,10 +51,8 @@ class Draws(LogitsProcessor):
 
 @contextmanager
 def policy_that_draws(model: PreTrainedModel) -> Iterator[None]:
-    """Set a model that is trained to draw completions within, in torch.inference_mode.
-
-    Autograd takes no tensor that was made there. A model may keep some (positions by a dynamic RoPE): they are cloned.
-    """
+    """Set a model that is trained to draw completions within, in torch.inference_mode. Autograd takes no tensor that
+    was made there. A model may keep some (positions by a dynamic RoPE): they are cloned."""
     model.eval()  # layers that recompute their activations would switch the KV cache off
     try:
         with torch.inference_mode(), frozen_norms(model):
@@ -76,11 +67,9 @@ def policy_that_draws(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _exact_head(model: PreTrainedModel) -> Iterator[None]:
-    """Let a head of 16 bits give the last position's logits in fp32, as the loss computes them, and no others.
-
-    The head's own logits are rounded to 16 bits: another distribution. In fp32 nothing changes. A head that is more
-    than nn.Linear (quantised, adapted, spread over devices) stays as it is.
-    """
+    """Let a head of 16 bits give the last position's logits in fp32, as the loss computes them, and no others. The
+    head's own logits are rounded to 16 bits: another distribution. In fp32 nothing changes. A head that is more than
+    nn.Linear (quantised, adapted, spread over devices) stays as it is."""
     linear = model.get_output_embeddings()
     plain = getattr(getattr(linear, "forward", None), "__func__", None) is nn.Linear.forward
     if not plain or type(linear.weight) is not nn.Parameter or linear.weight.dtype not in HALF:
@@ -219,18 +208,14 @@ class LocalSampler(Sampler):
 
     def _end(self, completion: _Completion, groups: Groups) -> None:
         completion.is_over = True
-        answered = (completion.drawn, completion.dialogue.outcome) if completion.dialogue is not None else ()
-        groups.add(completion.number, self._rollout(completion.ids, completion.logprobs, *answered))
+        rollout = self._rollout(completion.ids, completion.logprobs, completion.drawn, completion.dialogue)
+        groups.add(completion.number, rollout)
 
     def _room(self, completion: _Completion) -> int:
         return self._max_new_tokens - len(completion.ids)
 
     def _generate(
-        self,
-        contexts: Sequence[tuple[Sequence[int], list[int]]],
-        draws: Draws,
-        tokens: int,
-        on_tokens: OnTokens | None = None,
+        self, contexts: Sequence[tuple[Ids, list[int]]], draws: Draws, tokens: int, on_tokens: OnTokens | None
     ) -> Tensor:
         """Draw up to `tokens` tokens after each context, a prompt and the completion so far: int64 [contexts, tokens
         drawn]. A row that has ended gets padding."""
@@ -265,18 +250,17 @@ class LocalSampler(Sampler):
                     input_ids=shown,
                     attention_mask=attention_mask.to(model.device),
                     generation_config=settings,
-                    logits_processor=LogitsProcessorList([draws]),
-                    stopping_criteria=StoppingCriteriaList(criteria),
+                    logits_processor=[draws],
+                    stopping_criteria=criteria,
                     **pictures,
                 )
                 return ids[:, width:]
         finally:
             model.generation_config = models_config
 
-    def _rollout(
-        self, ids: list[int], logprobs: list[float], drawn: list[bool] | None = None, outcome: Outcome | None = None
-    ) -> Rollout:
+    def _rollout(self, ids: list[int], logprobs: list[float], drawn: list[bool], dialogue: Dialogue | None) -> Rollout:
         """Make the record of a completion. Raises FloatingPointError if a drawn token has no log-prob."""
+        drawn, outcome = (None, None) if dialogue is None else (drawn, dialogue.outcome)
         if math.isnan(sum(logprobs if drawn is None else compress(logprobs, drawn))):
             raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
         return make_rollout(self._tokenizer, self.eos_token_ids, ids, logprobs, self._policy_version, drawn, outcome)
@@ -287,7 +271,7 @@ class _Completion:
     """A completion, as far as it is drawn."""
 
     number: int
-    prompt: list[int] | PicturedPrompt
+    prompt: Ids
     numbers: np.ndarray | None  # random numbers, float64 [longest]; None draws greedily
     dialogue: Dialogue | None  # answers its segments; None: it has one
     ids: list[int] = field(default_factory=list)

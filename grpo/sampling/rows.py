@@ -4,8 +4,6 @@ A row is a completion, of any number of segments. The first `drawing` rows draw 
 free, or wait for the answer to a segment: they keep their tokens. The host knows the rows as far as it has looked.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,18 +49,12 @@ class StepGraphs:
                 step(shape)
             self._graphs[shape] = None
         else:
-            graph = self._graphs[shape] = self._graphs[shape] or self._record(step, shape)
+            if (graph := self._graphs[shape]) is None:
+                graph, mode = torch.cuda.CUDAGraph(), "thread_local"  # NCCL's watchdog may call CUDA meanwhile
+                with torch.cuda.device(self._device), torch.cuda.graph(graph, self._pool, capture_error_mode=mode):
+                    step(shape)
+                self._graphs[shape] = graph
             graph.replay()
-
-    def _record(self, step: Callable[[Shape], None], shape: Shape) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog) may call CUDA meanwhile.
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            step(shape)
-        return graph
 
 
 @contextmanager
@@ -80,6 +72,7 @@ PREFILL_TOKENS = 8192  # of the prompts or answers of one forward pass, or one l
 # The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
 # the position of its first own token, its last token, that one's place among its own, and how many a step adds.
 SLOT, COPY, PROMPT, BASE, TOKEN, PLACE, ADDED = range(7)
+Cell = tuple[int, int, int, int]  # the state of a row up to BASE
 
 
 def slots(prompts: int, rows: int, copies: int) -> int:
@@ -112,7 +105,6 @@ class Rows:
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
-        # None, not a method of this object: in a cycle the cache and the graphs would outlive the call.
         self._token_pass = None
         if is_known(self._body):
             self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
@@ -133,9 +125,9 @@ class Rows:
         # transformers passes a mask in four dimensions unchanged; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
-    def prefill(self, prompts: Sequence[Ids], slots: Sequence[int]) -> list[Tensor]:
-        """Compute the keys and values of prompts, for these slots; return each one's last hidden state."""
-        hidden = []
+    def prefill(self, by_slot: dict[int, Ids]) -> list[Tensor]:
+        """Compute the keys and values of prompts, for their slots; return each one's last hidden state."""
+        slots, prompts, hidden = [*by_slot], [*by_slot.values()], []
         for part in _parts([len(prompt) for prompt in prompts]):
             lengths = [len(prompt) for prompt in prompts[part]]
             self._cache.fill(slots[part], lengths)
@@ -149,39 +141,28 @@ class Rows:
         """Return the position of the first token that follows a prompt."""
         return self._vision.first_position(prompt) if isinstance(prompt, PicturedPrompt) else len(prompt)
 
-    def begin(
-        self,
-        rows: list[int],
-        cells: list[tuple[int, int, int, int]],
-        hidden: list[Tensor],
-        numbers: list[np.ndarray] | None,
-    ) -> None:
-        """Draw the first token of completions in these rows, which were free.
-
-        `cells`: the state of each up to BASE. `hidden`: the last hidden state of its prompt. `numbers`: its random
-        numbers, float64 [longest].
-        """
+    def begin(self, rows: list[int], cells: list[Cell], hidden: list[Tensor], numbers: list[np.ndarray] | None) -> None:
+        """Draw the first token of completions in these rows, which were free. `hidden`: the last hidden state of each
+        one's prompt. `numbers`: its random numbers, float64 [longest]."""
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
             slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
             self._numbers[slots, copies] = torch.from_numpy(np.stack(numbers)).to(self._device)
         self._draw_next(rows, hidden)
 
-    def feed(self, rows: list[int], answers: list[list[int]]) -> None:
+    def feed(self, answers: dict[int, list[int]]) -> None:
         """Let an answer follow the tokens of each of these rows, and draw the token after it."""
-        lengths = [1 + len(answer) for answer in answers]  # a row's last token has not been fed
+        rows, lengths = [*answers], [1 + len(answer) for answer in answers.values()]  # a row's last token was not fed
         self._make_room((self.state[PLACE, rows] + lengths).max())
         hidden: list[Tensor] = []
         for part in _parts(lengths):
-            fed: list[Fed] = []
-            ids: list[int] = []
-            positions: list[int] = []
-            for row, answer, length in zip(rows[part], answers[part], lengths[part], strict=True):
+            fed, ids, positions = [], [], []
+            for row, length in zip(rows[part], lengths[part], strict=True):
                 slot, _, prompt, base, token, place, _ = self.state[:, row].tolist()
                 fed.append(Fed(row, slot, prompt, place, length))
-                ids += [token, *answer]
+                ids += [token, *answers[row]]
                 positions += range(base + place, base + place + length)
-                self.ids[row, place + 1 : place + length] = answer
+                self.ids[row, place + 1 : place + length] = answers[row]
                 self.logprobs[row, place + 1 : place + length] = np.nan
                 self.state[PLACE, row] = place + length
             self._cache.fed = fed
@@ -269,8 +250,11 @@ class Rows:
         """Feed each row's last token and draw its next one."""
         slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
         self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
-        token_pass = self._token_pass or self._modules_pass
-        hidden = token_pass(tokens, bases + places)
+        positions = bases + places
+        if self._token_pass is not None:
+            hidden = self._token_pass(tokens, positions)
+        else:
+            hidden = self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
         places += added
         drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
         tokens.copy_(drawn)
@@ -278,9 +262,6 @@ class Rows:
 
     def _draw(self, hidden: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
         return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
-
-    def _modules_pass(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
 
     def _forward(self, ids: Tensor, positions: Tensor, **options) -> Tensor:
         """Return the last hidden states of the model's body."""

@@ -1,7 +1,5 @@
 """The interface of every sampler: trainer, evaluation and chat ask it for completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,12 +66,10 @@ class Sampler(Protocol):
         on_groups: OnGroups | None = None,
         ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
-        """Draw `copies` completions of each example; return them in the order of the examples.
-
-        A completion's random numbers follow from `seed`, its group's id (`ids`; by default 0, 1, ...) and its
-        number in the group: whatever else is drawn, before or beside it, changes nothing but the last bits of
-        log-probs. `on_groups` is called once for each example, soon after its last completion has ended.
-        """
+        """Draw `copies` completions of each example; return them in the order of the examples. A completion's random
+        numbers follow from `seed`, its group's id (`ids`; by default 0, 1, ...) and its number in the group: whatever
+        else is drawn, before or beside it, changes nothing but the last bits of log-probs. `on_groups` is called once
+        for each example, soon after its last completion has ended."""
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
         """Return the completion of each example whose every token is the most likely one."""

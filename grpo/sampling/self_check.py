@@ -1,7 +1,5 @@
 """The choice of the local sampler at the start: does it draw from the distribution that the loss scores?"""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 
@@ -28,10 +26,8 @@ log = logging.getLogger(__name__)
 # trial's: MiniMax-M3's and DeepSeek-V4's blocks of keys are counted from a row's first column, padding included, and
 # Unlimited-OCR's window moves over drawn tokens only.
 DRAWN_FROM_OTHER_KEYS = {
-    "minimax_m3_sparse",
-    "heavily_compressed_attention",
-    "compressed_sparse_attention",
-    "reference_sliding_attention",
+    *("minimax_m3_sparse", "reference_sliding_attention"),
+    *("heavily_compressed_attention", "compressed_sparse_attention"),
 }
 
 
@@ -39,11 +35,8 @@ def check_sampling(
     model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int, vision: Vision | None = None
 ) -> None:
     """Draw two completions of a prompt beside a longer prompt, so that generate pads it on the left; with `vision` both
-    have pictures.
-
-    Logs a small difference between their log-probs and the loss's. Raises ConfigError for a large one, or if the model
-    cannot draw them.
-    """
+    have pictures. Logs a small difference between their log-probs and the loss's. Raises ConfigError for a large one,
+    or if the model cannot draw them."""
     *_, (longer, rest), (prompt, _) = trial_sequences(model, vision)
     examples = [Example(0, "", ids, {}) for ids in (prompt, with_more(longer, rest))]
     try:
@@ -56,13 +49,9 @@ def check_sampling(
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
     *_, (different, _) = trial_sequences(model, vision, prompts_at=5)
     batcher = Batcher(pad_token_id, longest_packed=0, vision=vision)
+    after = [[(ids, rollout.completion_ids) for rollout in drawn] for ids in (prompt, different)]
     with torch.no_grad():
-        scored, moved = (
-            token_logprobs(
-                model, batcher.make([(ids, rollout.completion_ids) for rollout in drawn], model.device), 1.0
-            )[0].cpu()
-            for ids in (prompt, different)
-        )
+        scored, moved = (token_logprobs(model, batcher.make(rows, model.device), 1.0)[0].cpu() for rows in after)
     difference = distance(torch.tensor([value for rollout in drawn for value in rollout.sampling_logprobs]), scored)
     if not difference <= refused_distance(model, distance(moved, scored)):
         raise ConfigError(
@@ -86,11 +75,9 @@ def make_sampler(
     vision: Vision | None = None,
     turns: Responder | None = None,
 ) -> LocalSampler:
-    """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate.
-
-    On a GPU its steps are CUDA graphs if the model's forward pass can be recorded. `longest_packed` is the batcher's; 0
-    asks for generate. Raises ConfigError if even generate would draw from another distribution than is scored.
-    """
+    """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
+    steps are CUDA graphs if the model's forward pass can be recorded. `longest_packed` is the batcher's; 0 asks for
+    generate. Raises ConfigError if even generate would draw from another distribution than is scored."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"

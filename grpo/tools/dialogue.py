@@ -73,10 +73,8 @@ class UserResponder:
         return "" if self.environment is None else run_in_loop(self._observe(columns)).result()
 
     def try_on(self, example: Example) -> None:
-        """Begin a completion of this example and end it by an empty turn, to find mistakes before sampling.
-
-        Raises RewardError if `reset` says something else than as the data was read, or a method fails.
-        """
+        """Begin a completion of this example and end it by an empty turn, to find mistakes before sampling. Raises
+        RewardError if `reset` says something else than as the data was read, or a method fails."""
         with closing(self.begin(example)) as dialogue:
             if (answer := dialogue.answer([self._end_id], room=1 << 30)) is not None:
                 answer.result()

@@ -1,8 +1,6 @@
 """Reads a turn of the policy, its text and the calls of tools in it, by the tokenizer's response template if it has
 one, else by the format that is set."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -58,10 +56,8 @@ class TurnReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict], parser: str
     ):
-        """`schemas`: those of the tools, if calls are to be read; `parser`: `tool_call_parser`.
-
-        Raises ConfigError if "auto" finds no format in the chat template.
-        """
+        """`schemas`: those of the tools, if calls are to be read; `parser`: `tool_call_parser`. Raises ConfigError if
+        "auto" finds no format in the chat template."""
         self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
         # The tokenizer names one end of a turn, and the model may have others.
         ends = [token for token in eos_token_ids if not tokenizer.decode([token], skip_special_tokens=True)]
@@ -113,9 +109,7 @@ class TurnReader:
 
 def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning.
-
-    `in_thought`: the text before has begun the reasoning.
-    """
+    `in_thought`: the text before has begun the reasoning."""
     reasoning, mark, rest = text.partition("</think>")
     before, first_call, _ = reasoning.partition("<tool_call>")
     # Reasoning may mention a call, and an argument of a call may have </think> in it.
@@ -174,7 +168,7 @@ def _choose_format(
     """Return the format of `tool_call_parser`; "auto" is the one that reads the chat template's own call. Raises
     ConfigError if none does."""
     call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
-    texts = render_call(tokenizer, eos_token_ids, schemas, call.name, call.arguments)
+    texts = render_call(tokenizer, eos_token_ids, schemas, call.arguments)
     readable = (name for name, read in _FORMATS.items() if any(read(text, False)[1] == [call] for text in texts))
     written = next(readable, None)
     if parser == "auto" and written is None:

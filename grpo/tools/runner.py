@@ -146,10 +146,8 @@ class Instance:
         return (await self.perform("reset", columns))["text"]
 
     def check_observation(self, observation: str, example: Example) -> None:
-        """Raise RewardError unless the prompt ends with the observation of the completion's `reset`.
-
-        A worker's example has no messages, only their text in a chat template, and is not checked.
-        """
+        """Raise RewardError unless the prompt ends with the observation of the completion's `reset`. A worker's example
+        has no messages, only their text in a chat template, and is not checked."""
         contents = [message["content"].rstrip() for message in example.messages]
         if contents and not any(content.endswith(observation.rstrip()) for content in contents):
             raise RewardError(

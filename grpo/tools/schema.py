@@ -1,7 +1,5 @@
 """Loads the functions that the policy may call, makes their schemas, and checks calls' arguments."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +8,7 @@ from typing import Any
 from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.user_code import load_function
 
-_TYPES = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
+_TYPES = dict(string=str, integer=int, number=(int, float), boolean=bool, array=list, object=dict, null=type(None))
 
 
 @dataclass(frozen=True)
@@ -49,10 +39,8 @@ class Tool:
 
 
 def make_tool(field: str, value: str, function: Callable, is_method: bool = False) -> Tool:
-    """Make a tool of a function, which the setting `field` names by `value`.
-
-    Raises ConfigError unless it has type hints, a docstring with a line for each argument, and named arguments alone.
-    """
+    """Make a tool of a function, which the setting `field` names by `value`. Raises ConfigError unless it has type
+    hints, a docstring with a line for each argument, and named arguments alone."""
     from transformers.utils import get_json_schema
 
     is_function = hasattr(function, "__name__") and not inspect.isclass(function)

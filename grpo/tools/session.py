@@ -14,8 +14,6 @@ of get_reward, {} of close, or {"raised"} where one of these four failed; with "
 "traceback" where something was raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect
@@ -33,11 +31,8 @@ _OURS = {"reset", "get_reward", "close"}
 
 
 class EnvironmentClass:
-    """The class that `environment` names.
-
-    Its form is TRL's, with methods that the policy calls as tools, or a game's: beside `reset`, `get_reward` and
-    `close` it has only `step`, which takes the policy's text.
-    """
+    """The class that `environment` names. Its form is TRL's, with methods that the policy calls as tools, or a game's:
+    beside `reset`, `get_reward` and `close` it has only `step`, which takes the policy's text."""
 
     def __init__(self, name: str):
         """Load it. Raises ConfigError if there is no such class, or it has neither form's methods."""

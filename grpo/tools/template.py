@@ -3,8 +3,6 @@
 The policy's own tokens are never rendered: a short conversation is, whose text after the policy's turn is the answer.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -102,18 +100,12 @@ class AnswerTemplate:
 
 
 def render_call(
-    tokenizer: PreTrainedTokenizerBase,
-    eos_token_ids: Sequence[int],
-    schemas: list[dict],
-    name: str,
-    arguments: dict[str, str],
+    tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict], arguments: dict[str, str]
 ) -> list[str]:
-    """Return the policy's text of a call, in each form that the chat template takes.
-
-    If the template begins that turn otherwise than the policy does, the text includes the template's beginning.
-    """
+    """Return the policy's text of a call of the first tool, in each form that the chat template takes. If the template
+    begins that turn otherwise than the policy does, the text includes the template's beginning."""
     ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
-    texts = []
+    name, texts = schemas[0]["function"]["name"], []
     for in_parts, text_arguments in _FORMS:
         messages = [{"role": "user", "content": _MARK}, _make_call_turn(name, arguments, text_arguments)]
         if in_parts:
@@ -133,11 +125,8 @@ def render_call(
 
 def _make_call_turn(name: str, arguments: dict[str, str], text_arguments: bool) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments) if text_arguments else arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": _CALL_ID, "function": function}],
-    }
+    call = {"type": "function", "id": _CALL_ID, "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 class _Unfit(Exception):

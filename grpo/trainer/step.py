@@ -140,7 +140,7 @@ class _Step:
         if self.chosen is None:
             logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
         else:
-            logprobs, entropy, routers = with_router_logits(model, batch, temperature, with_entropy=True)
+            logprobs, entropy, routers = with_router_logits(model, batch, temperature)
         tokens = Tokens(
             torch.tensor([sample.tokens for sample in rows], device=device),
             torch.tensor([sample.advantage for sample in rows], device=device),

@@ -257,7 +257,7 @@ def test_what_calls_on_single_completions_log_is_that_of_the_batch():
         return [0.0]
 
     logged = Logged()
-    compute_rewards({"f": add_deadline("f", some, 20.0, 0.0)}, ["p"] * 3, ["a", "bb", "ccc"], {}, logged=logged)
+    compute_rewards({"f": add_deadline("f", some, 20.0)}, ["p"] * 3, ["a", "bb", "ccc"], {}, logged=logged)
     assert logged.extra == {"length": [1, None, 3]} and logged.metrics == {"letters": [1.0, 3.0]}
 
 
@@ -347,7 +347,7 @@ def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts
 
     functions = {"lazy": fail, "async": fail_later, "async in a task": fail_in_a_task}
     functions["blocking"] = lambda completions, **columns: list(fail(completions))
-    functions["async with a deadline"] = add_deadline("f", fail_later, 20.0, 0.0)
+    functions["async with a deadline"] = add_deadline("f", fail_later, 20.0)
     for _ in range(2):  # the loop of async functions has outlived the first
         place = " on the completion 'bad'" if "deadline" in kind else ""
         with pytest.raises(RewardError, match=f"'f' failed{place}: {error.__name__}"):
@@ -387,7 +387,7 @@ def test_no_function_sees_what_another_has_changed():
     given = ["p", "q"], ["a", "b"], {"tests": [{"hidden": ["1"]}, {"hidden": ["2"]}]}
     before = copy.deepcopy(given)
     functions = {"spoils": spoils, "again": lambda **columns: spoils(**columns), "spoils_too": spoils_too}
-    functions["late"] = add_deadline("late", spoils_too, 20.0, 0.0)
+    functions["late"] = add_deadline("late", spoils_too, 20.0)
     compute_rewards(functions, *given)
     assert given == before
     prompts, completions, columns = before

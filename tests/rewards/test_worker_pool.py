@@ -100,8 +100,8 @@ def pooled(functions):
     """`pooled(name, ..., timeout=...)`: the functions of these names in a pool of two processes."""
     pools = []
 
-    def make(*names: str, timeout: float = 30.0, fallback: float = -1.0) -> dict:
-        pools.append(RewardPool([f"{functions}:{name}" for name in names], timeout, fallback, workers=2))
+    def make(*names: str, timeout: float = 30.0) -> dict:
+        pools.append(RewardPool([f"{functions}:{name}" for name in names], timeout, workers=2))
         return {name: pools[-1].make_function(f"{functions}:{name}") for name in names}
 
     yield make
@@ -135,12 +135,12 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
     length = pooled("length", timeout=0.5)
     rewards(length, ["a", "b"])  # both processes have begun
     began = time.monotonic()
-    assert rewards(length, ["a", "bb", "ccc", hang, "ddddd", "e", "ff", "ggg"]) == [[1, 2, 3, -1, 5, 1, 2, 3]]
+    assert rewards(length, ["a", "bb", "ccc", hang, "ddddd", "e", "ff", "ggg"]) == [[1, 2, 3, 0, 5, 1, 2, 3]]
     assert 0.5 <= time.monotonic() - began < 10
     (line,) = [record for record in caplog.records if record.name == "grpo.rewards.deadline"]
     assert line.levelno == logging.ERROR
     assert line.getMessage() == (
-        f"reward function 'length' gave no answer within 0.5 s on the completion '{hang}': that earns -1"
+        f"reward function 'length' gave no answer within 0.5 s on the completion '{hang}': that earns 0"
     )
 
 
@@ -156,22 +156,22 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
 def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, reason):
     length = pooled("length")
     for _ in range(2):
-        assert rewards(length, ["a", death, "ccc", "dddd"]) == [[1, -1, 3, 4]]
+        assert rewards(length, ["a", death, "ccc", "dddd"]) == [[1, 0, 3, 4]]
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == [f"reward function 'length' {reason} on the completion '{death}': that earns -1"] * 2
+    assert lines == [f"reward function 'length' {reason} on the completion '{death}': that earns 0"] * 2
 
 
 def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, monkeypatch):
     monkeypatch.setattr(process_module, "END_SECONDS", 0.5)
     before = set(psutil.Process().children(recursive=True))  # of other tests' pools
-    assert rewards(pooled("length", timeout=1), ["a", "stop", "ccc"]) == [[1, -1, 3]]
+    assert rewards(pooled("length", timeout=1), ["a", "stop", "ccc"]) == [[1, 0, 3]]
     below = set(psutil.Process().children(recursive=True)) - before
     assert sum(map(is_worker, below)) <= 4
 
 
 def test_more_hangs_than_processes_are_all_survived(pooled):
     length = pooled("length", timeout=1)
-    assert rewards(length, ["sleep"] * 3 + ["a"]) == [[-1] * 3 + [1]]
+    assert rewards(length, ["sleep"] * 3 + ["a"]) == [[0] * 3 + [1]]
     assert rewards(length, ["a", "bb"]) == [[1, 2]]
 
 
@@ -181,7 +181,7 @@ def test_processes_are_reused_and_only_a_lost_one_is_replaced(pooled):
     first = pids() | pids()
     assert len(first) == 2 and os.getpid() not in first
     assert pids() <= first
-    assert rewards({"length": both["length"]}, ["exit"]) == [[-1]]
+    assert rewards({"length": both["length"]}, ["exit"]) == [[0]]
     assert len((pids() | pids()) & first) == 1
     assert sum(is_alive(int(pid)) for pid in first) == 1
 
@@ -200,15 +200,15 @@ def test_a_process_that_dies_between_two_calls_costs_no_reward(pooled, caplog):
 def test_a_process_is_replaced_where_the_first_was_started(functions, monkeypatch):
     """Another function of the run may change the trainer's directory."""
     monkeypatch.chdir(functions.parent)
-    pool = RewardPool(["functions.py:length"], 30.0, -1.0, workers=1)
+    pool = RewardPool(["functions.py:length"], 30.0, workers=1)
     monkeypatch.chdir("/")
-    assert rewards({"length": pool.make_function("functions.py:length")}, ["exit", "a"]) == [[-1, 1]]
+    assert rewards({"length": pool.make_function("functions.py:length")}, ["exit", "a"]) == [[0, 1]]
     pool.close()
 
 
 @pytest.mark.parametrize("then", ["sleep", "exit", "segfault"])
 def test_what_a_lost_call_started_is_killed_wherever_it_hides(pooled, tmp_path, then):
-    assert rewards(pooled("length", timeout=5), [f"daemon {then} {tmp_path / 'pid'}", "a"]) == [[-1, 1]]
+    assert rewards(pooled("length", timeout=5), [f"daemon {then} {tmp_path / 'pid'}", "a"]) == [[0, 1]]
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
@@ -284,7 +284,7 @@ PARENT = """
 import psutil, sys
 from grpo.rewards.deadline import RewardPool
 from grpo.rewards.compute import compute_rewards
-pool = RewardPool([sys.argv[1]], 600.0, 0.0, workers=2)
+pool = RewardPool([sys.argv[1]], 600.0, workers=2)
 function = {"f": pool.make_function(sys.argv[1])}
 compute_rewards(function, ["p"] * 4, ["a"] * 4, {})
 print(*(guard.pid for guard in psutil.Process().children()), flush=True)
@@ -310,7 +310,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end, c
 
 def test_a_closed_pool_leaves_no_process(functions, tmp_path):
     others = {child.pid for child in psutil.Process().children(recursive=True)}  # of other tests
-    pool = RewardPool([f"{functions}:length"], 600.0, 0.0, workers=2)
+    pool = RewardPool([f"{functions}:length"], 600.0, workers=2)
     daemon = f"daemon return {tmp_path / 'pid'}"
     assert rewards({"f": pool.make_function(f"{functions}:length")}, [daemon]) == [[len(daemon)]]
     pids, until = [], time.monotonic() + 20
