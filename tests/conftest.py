@@ -49,6 +49,14 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+
+def run_python(*words, folder: Path = REPOSITORY, environment: dict | None = None, **options):
+    """Run the interpreter with these words to its end; return what subprocess.run does, with what it printed."""
+    settings = {"cwd": folder, "env": ENVIRONMENT | (environment or {}), "timeout": 240}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, **settings | options)
+
+
 LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 10))
 """a YAML file of a few hundred bytes whose aliases stand for 9 ** 9 values"""
 

@@ -5,8 +5,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import requests
 import trustme
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+from conftest import free_port, run_python, running_server, write_model
 from proxy import Plan, proxy
 from rounding import FORMULA, assert_rounded
 from servers import COMPLETIONS, HEALTH, MODEL, answer, fake, open_client, request, wait_until
@@ -389,7 +387,7 @@ with_nobody.request_groups([("g", [1], [[2 + at]]) for at in range(40)])
 import time; time.sleep(1)
 with_nobody.close()
 """
-    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, check=True, timeout=20)
+    run_python("-c", script, check=True, timeout=20)
 
 
 @pytest.mark.slow

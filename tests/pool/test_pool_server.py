@@ -7,8 +7,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -21,7 +19,7 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 import requests
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from conftest import free_port, run_python, running_server
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load, save
 from servers import wait_until
@@ -461,8 +459,7 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         filling = threading.Thread(target=fill)
         filling.start()
         wait_until(lambda: len(answered) > 20)
-        words = [sys.executable, "ref_server.py", *options, "--port", str(free_port())]
-        second = subprocess.run(words, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        second = run_python("ref_server.py", *options, "--port", free_port(), timeout=60)
         assert second.returncode == 2 and f"error: pool_file={str(file)!r}: another pool writes to it" in second.stderr
         server.end(signal.SIGKILL)
         filling.join()

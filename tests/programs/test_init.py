@@ -1,11 +1,7 @@
 """`grpo init`: the starting point is accepted and runs; other trainers' settings become ours, the rest is listed."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 from trainer_runs import lines
 
 from grpo.config.command_line import parse_arguments
@@ -109,10 +105,8 @@ TRANSLATED = {
 }
 
 
-def init(folder, *words) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "grpo", "init", *map(str, words)]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+def grpo(folder, *words):
+    return run_python("-m", "grpo", *words, folder=folder, environment={"PYTHONPATH": str(REPOSITORY)})
 
 
 def accepted(folder, monkeypatch) -> LaunchConfig:
@@ -124,7 +118,7 @@ def accepted(folder, monkeypatch) -> LaunchConfig:
 def test_other_trainers_settings_become_ours_and_the_rest_is_listed(trainer, tmp_path, monkeypatch):
     name, text, expected, left = TRANSLATED[trainer]
     (tmp_path / name).write_text(text)
-    done = init(tmp_path, "mine", "--from", trainer, name)
+    done = grpo(tmp_path, "init", "mine", "--from", trainer, name)
     assert done.returncode == 0, done.stderr
     written = (tmp_path / "mine/config.yaml").read_text()
     listed = written.partition("# Without a counterpart here:\n")[2]
@@ -134,14 +128,14 @@ def test_other_trainers_settings_become_ours_and_the_rest_is_listed(trainer, tmp
 
 
 def test_the_starting_point_is_accepted_and_nothing_is_overwritten(tmp_path, monkeypatch):
-    done = init(tmp_path)
+    done = grpo(tmp_path, "init")
     assert done.returncode == 0 and "next:  cd . && grpo launch --config config.yaml --dry_run" in done.stdout
     assert [len(lines(tmp_path / f"data/{split}.jsonl")) for split in ("train", "test")] == [64, 16]
     config = accepted(tmp_path, monkeypatch)
     assert config.reward_funcs == ["rewards.py:right_number", "rewards.py:brevity"] and not config.starts_server
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     (tmp_path / "config.yaml").unlink()
-    again = init(tmp_path)
+    again = grpo(tmp_path, "init")
     assert again.returncode == 2 and "it has rewards.py, data/train.jsonl, data/test.jsonl already" in again.stderr
     assert not (tmp_path / "config.yaml").exists()
     assert all(path.read_bytes() == before[path] for path in tmp_path.rglob("*.*"))
@@ -159,18 +153,16 @@ def test_the_starting_point_is_accepted_and_nothing_is_overwritten(tmp_path, mon
 def test_a_file_that_cannot_be_translated_is_refused_before_anything_is_written(words, message, tmp_path):
     (tmp_path / "broken.py").write_text("def (")
     (tmp_path / "empty.sh").write_text("echo hello\n")
-    done = init(tmp_path, "mine", "--from", *words)
+    done = grpo(tmp_path, "init", "mine", "--from", *words)
     assert done.returncode == 2 and message in done.stderr and not (tmp_path / "mine").exists()
 
 
 @pytest.mark.slow
 def test_the_starting_point_trains(tmp_path, model_folder):
-    assert init(tmp_path).returncode == 0
-    words = ["--model_name_or_path", model_folder, "--max_steps=2", "--eval_steps=2"]
-    words += ["--max_prompt_length=200", "--max_completion_length=8"]
-    command = [sys.executable, "-m", "grpo", "launch", "--config", "config.yaml", "--output_dir", "run", *words]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert grpo(tmp_path, "init").returncode == 0
+    words = ["--config", "config.yaml", "--output_dir", "run", "--model_name_or_path", model_folder, "--max_steps=2"]
+    words += ["--eval_steps=2", "--max_prompt_length=200", "--max_completion_length=8"]
+    done = grpo(tmp_path, "launch", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = lines(tmp_path / "run/metrics.jsonl")
     assert rows[-1]["step"] == 2 and "rewards/brevity/mean" in rows[-1] and "eval_accuracy" in rows[-1]

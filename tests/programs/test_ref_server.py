@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import requests
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python, running_server
 from faulty_server import break_passes, code_for, collect_no_garbage, hold_loading, hold_passes, lower_limits
 from rounding import FORMULA, assert_rounded
 from servers import exact, holding_server, refusal, status, wait_for_requests, wait_until
@@ -357,8 +357,7 @@ def test_what_cannot_be_served_is_said_in_one_line(server, model_folder, tmp_pat
         ("--host", "192.0.2.1", "--token_file", str(tmp_path / "token")): "choose another host",
     }
     for options, complaint in cases.items():
-        command = [sys.executable, "ref_server.py", *options]
-        ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        ended = run_python("ref_server.py", *options, timeout=60)
         assert ended.returncode == 2
         assert complaint in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
 

@@ -1,21 +1,15 @@
 """The documentation as a site, built strictly: a broken link or a page that the navigation lacks fails."""
 
-import os
-import subprocess
-import sys
 from dataclasses import fields
 
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 
 from grpo.config.programs import PROGRAMS
 
 
 def test_the_site_is_built_with_every_setting_and_every_file_that_a_page_links_to(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "site/mkdocs.yml"]
-    environment = ENVIRONMENT | {"NO_MKDOCS_2_WARNING": "1", "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        [*command, "--site-dir", tmp_path], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-    )
+    words = ["--strict", "--config-file", "site/mkdocs.yml", "--site-dir", tmp_path]
+    done = run_python("-m", "mkdocs", "build", *words, environment={"NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     settings = (tmp_path / "settings/index.html").read_text()
     missing = {field.name for program in PROGRAMS for field in fields(program)}

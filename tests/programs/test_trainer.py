@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from altered_trainer import altered
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python, running_server, write_model
 from rounding import NO_KL
 from servers import status
 from tracker_client import write_client
@@ -124,8 +124,7 @@ def test_no_token_waits_for_the_whole_device(model_folder, data_folder, letters,
     (tmp_path / "ds.json").write_text(json.dumps(file))
     changes = {"beta": 0, "max_steps": 4, "eval_steps": 0, "report_to": "none", "deepspeed": tmp_path / "ds.json"}
     words = [*options(model_folder, data_folder, tmp_path / "run", **changes), *letters]
-    command = [sys.executable, *altered("count_waits"), *words]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    ended = run_python(*altered("count_waits"), *words)
     assert ended.returncode == 0, ended.stderr
     waits = re.findall(r"^WAITS tokens=(\d+) device=(\d+)$", ended.stdout, re.MULTILINE)
     assert len(waits) >= 4 and all(int(tokens) > 0 for tokens, _ in waits)

@@ -3,14 +3,12 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import callers
 import pytest
 from altered_trainer import killed_at
-from conftest import ENVIRONMENT, REPOSITORY, running_server
+from conftest import run_python, running_server
 from pool_runs import Worker, drawn, pool
 from rounding import NO_KL
 from servers import status, wait_until
@@ -159,15 +157,9 @@ def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
     model = run.of("two ranks", "model")
     evaluated = lines(run.of("two ranks", "metrics.jsonl"))[-1]
 
-    def program(name: str, *words: str, text: str = "") -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", f"grpo.{name}", "--model", str(model), *words]
-        return subprocess.run(
-            command, cwd=REPOSITORY, env=ENVIRONMENT, input=text, capture_output=True, text=True, timeout=120
-        )
-
     output = run.of("evaluation")
-    words = ["--tools", tools, "--reward_funcs", f"{shop}/tools.py:cheap", "--output", str(output)]
-    done = program("evaluate", *words)
+    words = ["--model", model, "--tools", tools, "--reward_funcs", f"{shop}/tools.py:cheap", "--output", output]
+    done = run_python("-m", "grpo.evaluate", *words)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((output / "metrics.json").read_text())
     assert f"calls of tools, greedy         {metrics['eval_tools/call_frequency']:.3f}\n" in done.stdout
@@ -176,7 +168,8 @@ def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
     assert metrics["eval_tools/call_frequency"] > 0
 
     asked = json.loads((shop / "data/test.jsonl").read_text().splitlines()[0])["question"]
-    talked = program("chat", "--tools", tools, "--temperature", "0", text=asked + "\n")
+    words = ["--model", model, "--tools", tools, "--temperature", "0"]
+    talked = run_python("-m", "grpo.chat", *words, input=asked + "\n")
     assert talked.returncode == 0, talked.stderr
     record = next(record for record in lines(output / "completions.jsonl") if record["prompt"].count(asked))
     printed = talked.stdout.splitlines()

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import requests
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from conftest import REPOSITORY, free_port, run_python, running_server
 from faulty_server import code_for, lower_limits
 from rounding import assert_rounded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -394,9 +393,8 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
     )
     few = {"num_generations": 8, "prompts_per_step": 2, "max_steps": 2, "eval_samples": 4, "sequences_per_generate": 2}
     few |= {"beta": 0, "reward_timeout": 1, "token_file": token_file}
-    command = [sys.executable, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", **few)]
     functions = ["--reward_funcs", str(folders["bert"]), served.url, f"{hangs}:hangs", "format_reward"]
-    done = subprocess.run(command + functions, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True)
+    done = run_python("grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", **few), *functions)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
