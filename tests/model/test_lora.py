@@ -15,7 +15,6 @@ from adapters import (
     TARGETS,
     by_hand,
     copied,
-    equal,
     exact,
     move,
     peft,
@@ -32,7 +31,7 @@ from models import distance
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from safetensors.torch import load_file
 from step_worker import own_share, read_config
-from trainer_runs import lines, options, plain_python, run_ranks
+from trainer_runs import equal, lines, options, plain_python, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.command_line import parse_arguments

@@ -8,7 +8,6 @@ from adapters import (
     CPU,
     by_hand,
     copied,
-    equal,
     exact,
     move,
     policy,
@@ -21,7 +20,7 @@ from adapters import (
 )
 from conftest import REPOSITORY
 from rounding import FEW_BITS, FORMULA, NETWORK, assert_rounded
-from trainer_runs import finish, lines, options, timeless, weights
+from trainer_runs import equal, finish, lines, options, timeless, weights
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import qwen

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from altered_trainer import killed_at
-from models import by_hand
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
-from servers import status, wait_until
+from servers import exact, status, wait_until
 from trainer_runs import (
     check_weights,
     finish,
@@ -130,15 +129,10 @@ def test_a_round_is_drawn_by_the_policy_of_the_round_before_and_by_no_other(undi
         now = task.group // 4  # a round is a step of four groups
         assert task.version == max(0, now - 1) and group.versions[0][0] == task.version
         for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
-            right, newer = (logprobs_of(policies[version], task.prompt_ids, ids) for version in (task.version, now))
+            right, newer = (exact(policies[version], task.prompt_ids, [ids]) for version in (task.version, now))
             assert_rounded(logprobs, right)
             assert now == 0 or (newer - torch.tensor(logprobs)).abs().max() > 1e-3
     assert [row["sampling/policy_lag"] for row in timeless(undisturbed / "run")] == [0, *[1] * (STEPS - 1)]
-
-
-def logprobs_of(policy, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return by_hand(policy, [(prompt, completion)], 1.0)[0]
 
 
 def test_a_replay_needs_no_pool_and_ends_with_the_same_bits(words, undisturbed, tmp_path):
@@ -175,9 +169,8 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
         now = task.group // 4  # a round is a step of four groups
         for ids, logprobs, versions in zip(group.completions, group.logprobs, group.versions, strict=True):
             (version,) = {*versions}  # this engine changes weights between groups
-            right = logprobs_of(policies[version], task.prompt_ids, ids)
             assert max(0, now - 2) <= version
-            assert_rounded(logprobs, right)
+            assert_rounded(logprobs, exact(policies[version], task.prompt_ids, [ids]))
             ages.add(now - version)
     assert len(ages) > 1 and max(ages) <= 2
     assert all(0 <= row["sampling/policy_lag"] <= 2 for row in timeless(tmp_path / "run"))

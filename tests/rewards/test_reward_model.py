@@ -16,7 +16,7 @@ from conftest import REPOSITORY, free_port, run_python, running_server
 from faulty_server import code_for, lower_limits
 from rounding import assert_rounded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from trainer_runs import options
+from trainer_runs import lines, options
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -396,7 +396,7 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
     functions = ["--reward_funcs", str(folders["bert"]), served.url, f"{hangs}:hangs", "format_reward"]
     done = run_python("grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", **few), *functions)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = lines(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 3
     late = done.stderr.count("reward function 'hangs' gave no answer within 1 s on the completion")
     label = served.url.removeprefix("http://")

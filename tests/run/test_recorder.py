@@ -1,6 +1,5 @@
 """A run's files: its settings, a line for each step and each start, completions, and the pictures of their prompts."""
 
-import json
 import math
 import shutil
 import socket
@@ -11,6 +10,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from pictured import drawing
+from trainer_runs import lines
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
@@ -18,10 +18,6 @@ from grpo.run.folder import SaveError
 from grpo.run.recorder import Recorder, commit_of, record_start
 
 PNG, JPEG = drawing(8, 8, 0), drawing(8, 8, 1, "JPEG")
-
-
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_record_is_appended_nan_is_null_and_each_picture_is_written_once(tmp_path):
