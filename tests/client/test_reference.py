@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import signal
 import socket
 import ssl
 import threading
@@ -16,7 +15,7 @@ import requests
 import trustme
 from conftest import free_port, run_python, running_server, write_model
 from proxy import Plan, proxy
-from rounding import FORMULA, assert_rounded
+from rounding import assert_rounded
 from servers import COMPLETIONS, HEALTH, MODEL, answer, fake, open_client, request, wait_until
 
 from grpo.client import base
@@ -128,21 +127,6 @@ def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypat
         pytest.raises(ServersUnavailable, match=f"{server.url} has been loading its model for [0-9]+ s: see its log"),
     ):
         client.wait_ready()
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, tmp_path):
-    with running_server(model_folder, tmp_path) as first:
-        first.wait_ready()
-        with open_client(first.url, ref_deadline=120) as client:
-            client.wait_ready()
-            expected = request(client, name="before").result()
-            first.end(signal.SIGKILL)
-            waiting = [request(client, name=f"during {number}") for number in range(12)]
-            with running_server(model_folder, tmp_path, port=first.port):
-                for future in waiting:
-                    for row, same in zip(future.result(timeout=100), expected, strict=True):
-                        assert_rounded(row, same, FORMULA)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from adapters import (
     trainer,
     write_adapter,
 )
-from conftest import free_port, running_server
+from conftest import running_server
 from models import distance
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from safetensors.torch import load_file
@@ -349,24 +349,6 @@ def test_what_is_known_before_loading_is_refused_by_then(model_folder, adapters,
         check_adapter(trainer(model=model_folder))
     with pytest.raises(ConfigError, match="peft is not installed"):
         load_reference(ServerConfig(model_name_or_path=str(adapters["LoRA"])), CPU)
-
-
-@pytest.mark.slow
-def test_two_ranks_without_a_server(adapters, data_folder, letters, tmp_path):
-    run, begin = tmp_path / "run", adapters["DoRA"]
-    settings = options(begin, data_folder, run, ref="adapter_off", use_peft=None, eval_steps=0, save_steps=2)
-    settings += ["--ref_servers", f"http://127.0.0.1:{free_port()}", "--gradient_checkpointing"]  # nobody is there
-    ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
-    assert ended.returncode == 0, ended.stdout
-    assert "ref is adapter_off: no reference server" in ended.stdout
-    rows = lines(run / "metrics.jsonl")
-    assert abs(rows[0]["kl"]) < NO_KL and rows[-1]["kl"] > 1e-6
-    assert all(row["time/ref_logprobs"] > 0 for row in rows)
-    for name in ("checkpoint-2", "model"):
-        model, began_with_adapter = policy(model=run / name)
-        assert began_with_adapter
-        first, last = trained(policy(model=begin)[0]).values(), trained(model).values()
-        assert not any(map(torch.equal, first, last))
 
 
 @pytest.mark.slow

@@ -190,7 +190,8 @@ def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, t
     changes = dict(quantization="4bit", use_peft=None, ref="adapter_off", lora_target_modules="all-linear")
     changes |= dict(save_steps=2, eval_steps=0, learning_rate=1e-2, gradient_checkpointing="true")
     run = tmp_path / "run"
-    finish(2, [*options(model_folder, data_folder, run, **changes), *letters])
+    output = finish(2, [*options(model_folder, data_folder, run, **changes), *letters])
+    assert "ref is adapter_off: no reference server" in output
     rows = lines(run / "metrics.jsonl")
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 1e-6
     assert all(row["grad_norm"] > 0 for row in rows)

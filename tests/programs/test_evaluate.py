@@ -226,21 +226,6 @@ def test_a_single_file_is_taken_whole(main, capsys, model_folder, data_folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_process_finds(launch, model_folder, data_folder, tmp_path):
-    def arguments(name):
-        return options(model_folder, data_folder, num_generations_eval=4, output=tmp_path / name)
-
-    alone = run_python("-m", "grpo.evaluate", *arguments("alone"))
-    assert alone.returncode == 0, alone.stderr
-    assert "Warning" not in alone.stderr and alone.stdout.count("on 10 problems of") == 1
-    ended = launch(2, "--module", "grpo.evaluate", *arguments("two"))
-    assert ended.returncode == 0, ended.stdout
-    assert "Warning" not in ended.stdout
-    assert ended.stdout.count("on 10 problems of") == 1
-    assert result(tmp_path / "two") == result(tmp_path / "alone")
-
-
-@pytest.mark.slow
 def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_folder, tmp_path):
     own = tmp_path / "own.py"  # a reward that random weights earn, so that they move
     own.write_text(

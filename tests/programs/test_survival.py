@@ -133,19 +133,3 @@ def test_a_network_that_delays_cuts_and_swallows_changes_nothing(words, steady, 
     for kind in ("answer cut", "answer reset", "request cut", "request reset", "delay"):
         assert network.happened[kind] >= 5, network.happened
     assert network.happened["black hole"] >= 1 and output.count("out of rotation") >= 10
-
-
-@pytest.mark.rare  # 20 s of waiting; the other tests here stop and kill servers too
-def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(words, steady, undisturbed, tmp_path):
-    run = tmp_path / "run"
-    with training(2, words(run, steady.url, ref_request_timeout=2)) as process:
-        for step in (4, 9):
-            reach(process, run, step)
-            steady.process.send_signal(signal.SIGSTOP)
-            try:
-                time.sleep(5)
-                assert len(lines(run / "metrics.jsonl")) <= step + 2  # it did wait
-            finally:
-                steady.process.send_signal(signal.SIGCONT)
-        output = check(process, run, undisturbed)
-        assert output.count("did not answer in time; out of rotation") == 2 == output.count("answers again")

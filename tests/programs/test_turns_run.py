@@ -9,7 +9,7 @@ import callers
 import pytest
 from altered_trainer import killed_at
 from conftest import run_python, running_server
-from pool_runs import Worker, drawn, pool
+from pool_runs import Worker, pool
 from rounding import NO_KL
 from servers import status, wait_until
 from trainer_runs import (
@@ -18,7 +18,6 @@ from trainer_runs import (
     finish,
     lines,
     options,
-    run_ranks,
     start,
     timeless,
     training,
@@ -126,29 +125,6 @@ def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run
     for row, expected in zip(rows, timeless(run.of("own")), strict=True):
         assert {name for name in row if row[name] != expected[name]} <= {name for name in row if "logp_diff" in name}
     assert rows[-1]["completions/mean_turns"] > 1
-
-
-@pytest.mark.rare
-def test_rounds_ahead_are_the_same_after_a_kill_and_in_a_replay(shop, run, tmp_path):
-    shared = {"beta": 0, "eval_steps": 0, "steps_per_generation": 1, "sampler": "pool", "max_policy_lag": 1}
-    shared |= {"environment": f"{shop}/tools.py:Shop"}
-    for name in ("quiet", "struck"):
-        (tmp_path / name).mkdir()
-        with pool(tmp_path / name) as served, ExitStack() as running:
-            served.wait_ready()
-            worker = Worker(served.url, tmp_path / name, "a", "--environment", shared["environment"])
-            running.callback(worker.end)
-            words = run(name, pool=served.url, **shared)
-            if name == "struck":
-                moment = "grpo.trainer.publish_policy:PoolRun.publish:before:3"
-                killed = run_ranks(1, *killed_at(moment), *words)
-                assert killed.returncode == -signal.SIGKILL, killed.stdout
-            finish(1, words)
-    finish(1, run("again", replay=tmp_path / "quiet/pool.sqlite", **shared))
-    assert drawn(tmp_path / "quiet") == drawn(tmp_path / "struck")
-    rows = timeless(run.of("quiet"))
-    assert timeless(run.of("struck")) == rows == timeless(run.of("again"))
-    assert rows[-1]["sampling/policy_lag"] == 1 and rows[-1]["completions/mean_turns"] > 1
 
 
 def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):

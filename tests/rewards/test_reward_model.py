@@ -415,6 +415,10 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
     words = [*again, f"--token_file={token_file}", *functions, f"--output={tmp_path / 'out'}"]
     ended = launch(2, "--module", "grpo.evaluate", *words)
     assert ended.returncode == 0, ended.stdout
+    assert "Warning" not in ended.stdout and ended.stdout.count("on 4 problems of") == 1
+    drawn = [row["completion"] for row in lines(tmp_path / "out/completions.jsonl")]
+    held_out = [row for row in lines(tmp_path / "run/completions.jsonl") if row["phase"] == "eval"]
+    assert drawn == [row["completion"] for row in held_out[-4:]]
     evaluated = json.loads((tmp_path / "out/metrics.json").read_text())
     assert evaluated.pop("eval_runtime") > 0 and "eval_reward" in evaluated
     recorded = {name: value for name, value in rows[2].items() if name.startswith("eval_")}

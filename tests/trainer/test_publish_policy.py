@@ -14,7 +14,6 @@ import pytest
 import torch
 from adapters import move, policy, write_adapter
 from pools import RUN
-from proxy import Plan, proxy
 from rounding import assert_rounded
 from safetensors.numpy import load
 from safetensors.torch import load_file
@@ -278,17 +277,6 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
     _, again = start("again")
     again.publish(2, 2)
     assert pool.client.versions()[-1].sha256 != before[2] and pool.client.take([(3, 0)], 0) == []
-
-
-def test_a_bad_line_costs_time_only(pool, model, tmp_path):
-    plans = iter([Plan(request_bytes=20_000), Plan(answer_bytes=50), Plan(request_bytes=100_000)])
-    with proxy(pool.server.effective_port, lambda: next(plans, Plan())) as line:
-        pool.client.url = line.url
-        published(pool.client, model, tmp_path, 0)
-        assert line.happened.total() == 3
-    pool.client.url = f"http://127.0.0.1:{pool.server.effective_port}"
-    [version] = pool.client.versions()
-    assert equal(pool.weights(version, tmp_path), saved(model))
 
 
 def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model, tmp_path):

@@ -65,17 +65,6 @@ def distance(trainer: Trainer, tasks: list[Task], seconds: float) -> float:
     return max(max(distances(*pair, trainer.run.temperature, policies)) for pair in zip(tasks, groups, strict=True))
 
 
-def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, model_folder, folders):
-    trainer = Trainer(PoolClient(pool.url), model_folder, folders / "trainer")
-    with running(pool, folders, "keeps_head"):
-        for version in range(3):
-            trainer.learn(seed=version)
-            trainer.publish(version, whole=version == 0, delta=version > 0)
-            tasks = trainer.put_tasks(version, range(6 * version, 6 * version + 6))
-            assert distance(trainer, tasks, 30.0) < 1e-4
-    assert (folders / "vllm.log").read_text().count("a line of the log") == 3
-
-
 def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
     pool, model_folder, folders, monkeypatch
 ):
