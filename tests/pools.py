@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlencode
+from wsgiref.util import setup_testing_defaults
 
 import numpy as np
 import torch
 from conftest import Server, running_server
 from safetensors.numpy import save
+from stored import PROBE, sha, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from grpo.config.server import ServerConfig
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient
 from grpo.pool.delta import make_delta, sha256_of
-from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, Version
+from grpo.pool.pool_service import PoolService
+from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version
+from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn
+from ref_server import make_app
 
 RUN = RunInfo("0123456789abcdef", "runs/test", 100, [2], 4, 12, 0.8, 42, "a" * 64)
+BYTES = {"Content-Type": "application/octet-stream"}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
 
 
@@ -35,6 +46,78 @@ def running_pool(tmp_path: Path, *options: str, port: int | None = None) -> Iter
     with running_server(None, tmp_path, *arguments, port=port) as server:
         server.wait_ready()
         yield server
+
+
+class Pool:
+    """A pool's application in this process."""
+
+    def __init__(self, path):
+        self.path = path
+        self.start()
+        self.weights = {}  # SHA-256 of each version's weights, as put last
+
+    def start(self):
+        self.service = PoolService(ServerConfig(task="rollouts", pool_file=str(self.path)))
+        self.service.load()
+        self.app = make_app(self.service)
+
+    def ask(self, method, path, body=b"", headers=None, is_gone=lambda: False, **query) -> SimpleNamespace:
+        if path.islower() and not path.startswith("/"):
+            path = f"/v1/rollouts/{path}"
+        environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": urlencode(query)}
+        environ |= {"waitress.client_disconnected": is_gone, "REMOTE_ADDR": "127.0.0.1"}
+        if method == "POST":
+            environ |= {"CONTENT_LENGTH": str(len(body)), "wsgi.input": io.BytesIO(body)}
+        for name, value in (headers or {} if method == "GET" else headers or BYTES).items():
+            environ[name.upper().replace("-", "_") if name == "Content-Type" else f"HTTP_{name.upper()}"] = value
+        setup_testing_defaults(environ)
+        began = []
+        body = b"".join(self.app(environ, lambda line, headers, exc_info=None: began.extend((line, dict(headers)))))
+        answer = SimpleNamespace(status=int(began[0][:3]), headers=began[1], body=body)
+        if answer.status >= 400:
+            answer.refusal = answer.status, *json.loads(body)["error"].values()
+        return answer
+
+    def get(self, path, **rest):
+        return self.ask("GET", path, **rest)
+
+    def post(self, path, body=b"", **rest):
+        return self.ask("POST", path, body, **rest)
+
+    def put_file(self, data: bytes) -> None:
+        answer = self.post("files", data, sha256=sha(data), size=len(data), offset=0)
+        assert json.loads(answer.body) == {"received": len(data)}
+
+    def put_version(self, number: int, salt: int = 0) -> Version:
+        data = weights(number + salt)
+        self.put_file(data)
+        version = Version(number, sha(data), len(data), True, None, None, PROBE)
+        assert self.post("versions", version.to_json()).status == 200
+        self.weights[number] = version.sha256
+        return version
+
+    def lease(self, name="w", room=1, holds=(), wait=0.0, **rest) -> list[Task]:
+        answer = self.post("lease", Lease(name, room, [[*key] for key in holds], wait).to_json(), **rest)
+        assert answer.status == 200, answer.refusal
+        return decode_tasks(answer.body, RUN.vocab_size)
+
+    def results(self, *groups, name="w", weights=None) -> SimpleNamespace:
+        """Send groups as drawn by these weights, by default by those that are there."""
+        weights = self.weights if weights is None else weights
+        return self.post("results", encode_drawn(groups, weights.items()), worker=name)
+
+    def send(self, *groups, **rest) -> list[str]:
+        answer = self.results(*groups, **rest)
+        assert answer.status == 200, answer.refusal
+        return json.loads(answer.body)["results"]
+
+    def take(self, *keys, wait=0.0, **rest):
+        answer = self.post("groups", json.dumps({"groups": keys, "wait": wait}).encode(), **rest)
+        assert answer.status == 200, answer.refusal
+        return decode_drawn(answer.body)
+
+    def status(self) -> dict:
+        return json.loads(self.get("/status").body)
 
 
 def score(model: PreTrainedModel, prompt: list[int], completions: list[list[int]], temperature: float) -> list[list]:
