@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import requests
-from browser import Browser, chromium, needs_browser
+from browser import chromium, needs_browser
 from conftest import Server, running_server
 from faulty_server import code_for, hold_loading
 from safetensors.numpy import save
@@ -60,10 +60,6 @@ LOST = "document.querySelector('#status').textContent === 'no answer'"
 POINTS = "document.querySelector('#throughput .curve').getAttribute('d').split('L').length"
 
 
-def too_wide(browser: Browser) -> bool:
-    return browser.js("document.documentElement.scrollWidth > innerWidth")
-
-
 def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
     with running_server(model_folder, tmp_path) as server:
         server.wait_ready()
@@ -85,10 +81,7 @@ def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
             assert "iB process" in browser.text("#memory")
             assert browser.js("document.title").startswith(browser.text("#now"))
             check_charts(browser)
-            for dark in (False, True):
-                for width in (1280, 700, 375, 320):
-                    browser.screen(width, 800, dark)
-                    assert not too_wide(browser), width
+            browser.check_widths()
         assert browser.hosts() == {urlsplit(server.url).netloc}
         assert browser.console() == []
 
@@ -159,7 +152,7 @@ def test_what_strangers_send_is_shown_and_never_run(server, browser):
     browser.wait(READY)
     assert HOSTILE[:40] in browser.text("#client-rows") and HOSTILE[:20] in browser.text("#error-rows")
     assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 1]
-    assert not too_wide(browser)
+    browser.check_widths()
     assert browser.console() == [] and browser.hosts() == {urlsplit(server.url).netloc}
 
 
@@ -215,18 +208,10 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
         assert browser.text("#model") == "runs/a" and "version 0" in browser.text("#facts")
         apart, honest = browser.text("#worker-rows").split("box #1a2b3c4d")
         assert HOSTILE in apart and "a log-prob is above 0" in apart
-        assert [word for word in re.split("[\n\t]", honest) if word][:5] == [
-            "RTX 4090",
-            "draws 1 group",
-            "drawing",
-            "0",
-            "1.23 k",
-        ]
+        words = [word for word in re.split("[\n\t]", honest) if word][:5]
+        assert words == ["RTX 4090", "draws 1 group", "drawing", "0", "1.23 k"]
         assert re.split("[\n\t]", browser.text("#round-rows"))[:8] == ["1", "0", "0 of 2", "0", "0", "0", "1 of 2", "6"]
         assert (browser.text("#leased"), browser.text("#undrawn")) == ("1", "2")
-        for dark in (False, True):
-            for width in (1280, 700, 375, 320):
-                browser.screen(width, 800, dark)
-                assert not too_wide(browser), width
+        browser.check_widths()
         assert not browser.js("document.querySelector('#latency').offsetParent") and not browser.js("window.pwned")
         assert browser.console() == []
