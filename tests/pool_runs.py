@@ -22,13 +22,9 @@ class Worker:
         self.url, self.folder, self.name, self.log = url, folder, name, folder / f"{name}.log"
         words = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name, *options]
         with open(self.log, "a") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", *words, "--weights_folder", str(folder / name)],
-                cwd=REPOSITORY,
-                env=ENVIRONMENT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            command = [sys.executable, "-u", *words, "--weights_folder", str(folder / name)]
+            pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, **pipes)
 
     def end(self, number: int = signal.SIGKILL) -> int:
         if self.process.poll() is None:

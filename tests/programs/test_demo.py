@@ -29,15 +29,9 @@ KINDS = {"text": (TEXT, []), "tools": (TOOLS, ["--tools"]), "vision": (VISION, [
 
 
 def start(folder, *options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "demo", "--folder", str(folder), *options],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-m", "demo", "--folder", str(folder), *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, start_new_session=True, **pipes)
 
 
 def run(folder, *options, seconds=580) -> str:

@@ -62,14 +62,9 @@ TRANSLATED = {
         {
             **{"dataset_name": "hiyouga/math12k", "dataset_prompt_column": "problem", "max_completion_length": 2048},
             **{"advantage_estimator": "reinforce++", "beta": 0.01, "kl_estimator": "k3", "num_generations": 5},
-            **{
-                "prompts_per_step": 128,
-                "steps_per_generation": 4,
-                "eval_steps": 5,
-                "save_steps": 0,
-                "num_train_epochs": 15,
-            },
-            **{"save_total_limit": 3, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "learning_rate": 1e-6},
+            **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 5, "num_train_epochs": 15},
+            **{"save_steps": 0, "save_total_limit": 3, "learning_rate": 1e-6},
+            **{"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"},
         },
         ["worker.rollout.top_p (leave it out", "data.image_key (use dataset"],
     ),

@@ -148,14 +148,8 @@ def test_after_a_full_disk_or_damage_the_run_goes_on_from_the_checkpoint_before(
     check_same(run, undisturbed(2, "full"))
 
 
-SIGNALS = [
-    ("all", signal.SIGINT),
-    ("the launcher", signal.SIGTERM),
-    ("all", signal.SIGTERM),
-    ("one rank", signal.SIGTERM),
-    ("the launcher", signal.SIGINT),
-    ("all", signal.SIGHUP),
-]
+SIGNALS = [("all", signal.SIGINT), ("the launcher", signal.SIGTERM), ("all", signal.SIGTERM)]
+SIGNALS += [("one rank", signal.SIGTERM), ("the launcher", signal.SIGINT), ("all", signal.SIGHUP)]
 
 
 @pytest.mark.slow

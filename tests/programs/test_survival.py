@@ -36,17 +36,9 @@ def words(model_folder, data_folder, letters):
     """`words(run, *urls, max_steps, **changes)`: the trainer's options, with the demo's settings."""
 
     def make(run: Path, *urls: str, max_steps: int = FEWER, **changes) -> list[str]:
-        settings = {
-            "config": "configs/demo_cpu.yaml",
-            "model_name_or_path": model_folder,
-            "dataset_name": data_folder,
-            "output_dir": run,
-            "report_to": "none",
-            "eval_steps": 0,
-            "max_completion_length": 24,
-            "max_steps": max_steps,
-            "ref_deadline": 200,
-        } | changes
+        settings = {"config": "configs/demo_cpu.yaml", "model_name_or_path": model_folder, "dataset_name": data_folder}
+        settings |= {"output_dir": run, "report_to": "none", "eval_steps": 0, "max_completion_length": 24}
+        settings |= {"max_steps": max_steps, "ref_deadline": 200} | changes
         return [*(f"--{name}={value}" for name, value in settings.items()), *letters, "--ref_servers", *urls]
 
     return make

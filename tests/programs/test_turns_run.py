@@ -44,20 +44,10 @@ def run(shop, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     def words(name: str, **changes) -> list[str]:
-        settings = {
-            "max_steps": 4,
-            "save_steps": 1,
-            "eval_steps": 4,
-            "steps_per_generation": 2,
-            "max_completion_length": 160,
-            "max_prompt_length": 400,
-            "sequences_per_generate": 6,
-            "reward_funcs": f"{shop}/tools.py:cheap",
-            "max_tool_calling_iterations": 3,
-            "report_to": "none",
-            "resume_from_checkpoint": "last",
-            "ref_deadline": 120,
-        }
+        settings = {"max_steps": 4, "save_steps": 1, "eval_steps": 4, "steps_per_generation": 2, "report_to": "none"}
+        settings |= {"max_completion_length": 160, "max_prompt_length": 400, "sequences_per_generate": 6}
+        settings |= {"reward_funcs": f"{shop}/tools.py:cheap", "max_tool_calling_iterations": 3}
+        settings |= {"resume_from_checkpoint": "last", "ref_deadline": 120}
         return options(shop / "model", shop / "data", folder / name, **settings | changes)
 
     words.of = folder.joinpath

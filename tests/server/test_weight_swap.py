@@ -365,17 +365,9 @@ def test_a_swap_that_fails_half_way_ends_the_server(model_folder, make, tmp_path
 @pytest.mark.slow
 def test_memory_holds_a_piece_and_not_the_model(tokenizer, tmp_path):
     """160 MiB of weights go through; the server's peak rises by far less."""
-    wide = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=6656,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(wide)
+    sizes = dict(hidden_size=512, intermediate_size=6656, num_hidden_layers=4, max_position_embeddings=512)
+    heads = dict(num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=len(tokenizer), **sizes, **heads))
     model.save_pretrained(tmp_path / "wide")
     tokenizer.save_pretrained(tmp_path / "wide")
     with torch.no_grad():

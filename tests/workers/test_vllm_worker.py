@@ -91,14 +91,9 @@ needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no en
 def drawing(url: str, folder: Path) -> Iterator[subprocess.Popen]:
     """A worker with vLLM, ended by SIGTERM; its words are in the file `log`."""
     command = [VLLM_PYTHON, "generate.py", "--pool", url, "--engine", "vllm", "--vllm_args=--enforce-eager"]
+    command += ["--weights_folder", str(folder / "worker")]
     with open(folder / "log", "wb") as log:
-        worker = subprocess.Popen(
-            [*command, "--weights_folder", str(folder / "worker")],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT | ON_CPU,
-            stdout=log,
-            stderr=log,
-        )
+        worker = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT | ON_CPU, stdout=log, stderr=log)
     try:
         yield worker
         below = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]
