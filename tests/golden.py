@@ -49,7 +49,7 @@ def main(chosen: list[str]) -> None:
 
 def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters: str) -> None:
     from conftest import running_server
-    from pool_runs import pool, workers
+    from pools import pool, workers
     from trainer_runs import finish, options, timeless, weights
 
     changes = {"max_steps": 4, "eval_steps": 2, "report_to": "none", "reward_funcs": letters, **KINDS[kind]}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from altered_trainer import killed_at
-from pool_runs import Worker, drawn, pool, workers
+from pools import Worker, drawn, pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
 from servers import exact, status, wait_until

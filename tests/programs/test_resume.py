@@ -20,7 +20,7 @@ import PIL.Image
 import psutil
 import pytest
 from altered_trainer import altered, killed_at
-from encoded import encoded
+from pictured import encoded
 from processes import left_of, processes_below, ranks_of
 from rounding import NO_KL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

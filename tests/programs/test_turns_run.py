@@ -9,7 +9,7 @@ import callers
 import pytest
 from altered_trainer import killed_at
 from conftest import run_python, running_server
-from pool_runs import Worker, pool
+from pools import Worker, pool
 from rounding import NO_KL
 from servers import status, wait_until
 from trainer_runs import (
