@@ -31,7 +31,6 @@ from trainer_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from grpo.pool.client import PoolClient
 from grpo.pool.store import Recording
 
 pytestmark = pytest.mark.slow
@@ -91,19 +90,6 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
     assert sum(row["resampled_groups"] for row in timeless(tmp_path / "run")) > 0
     distances = [row["sampling/sampling_logp_difference/max"] for row in timeless(tmp_path / "run")[:2]]
     assert_rounded(distances, [0.0, 0.0])
-
-
-def test_of_an_adapter_workers_draw_the_same_and_a_version_has_its_bytes_alone(words, tmp_path):
-    changes = {"use_peft": None, "lora_target_modules": "all-linear", "learning_rate": 1e-2, "max_steps": 2}
-    changes |= {"save_steps": 0, "importance_sampling_mode": "none"}
-    finish(2, words(tmp_path / "own", **changes))
-    with drawing(tmp_path, "a") as served:
-        finish(2, words(tmp_path / "run", sampler="pool", pool=served.url, **changes))
-        versions = PoolClient(served.url).versions()
-    check_same(tmp_path / "run", tmp_path / "own")
-    adapter = (tmp_path / "run/model/adapter_model.safetensors").stat().st_size
-    assert len(versions) == 2 and all(abs(version.size - adapter) < 5000 for version in versions)
-    assert not (tmp_path / "run/policy").exists()
 
 
 @pytest.fixture(scope="module")
