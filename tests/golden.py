@@ -50,6 +50,7 @@ def main(chosen: list[str]) -> None:
 def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters: str) -> None:
     from conftest import running_server
     from pools import pool, workers
+    from recorded import write_rows
     from trainer_runs import finish, options, timeless, weights
 
     changes = {"max_steps": 4, "eval_steps": 2, "report_to": "none", "reward_funcs": letters, **KINDS[kind]}
@@ -61,7 +62,8 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
             folder = callers.write(place / "shop")
             model, data = folder / "model", folder / "data"
             rows = [{"question": f"{number}: how much is a pen?", "answer": "7"} for number in range(24)]
-            write_rows(data, rows)
+            for split in ("train", "test"):
+                write_rows(data / f"{split}.jsonl", rows)
             changes |= {"environment": f"{folder}/tools.py:Shop", "reward_funcs": f"{folder}/tools.py:cheap"}
             changes |= {"max_completion_length": 160, "max_prompt_length": 400, "max_tool_calling_iterations": 3}
         if kind == "pictures":
@@ -74,7 +76,8 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
                 data.mkdir(exist_ok=True)
                 (data / file).write_bytes(pictured.drawing(24 + 8 * (number % 3), 16, seed=number))
                 rows.append({"question": f"<image>Which of {number}?", "answer": "#### 3", "images": [file]})
-            write_rows(data, rows)
+            for split in ("train", "test"):
+                write_rows(data / f"{split}.jsonl", rows)
             changes |= {"max_prompt_length": 200, "max_completion_length": 12, "max_pixels": 1024}
             served += ["--max_pixels", "1024"]
         if kind == "pool":
@@ -95,12 +98,6 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
         f"{kind} {ranks} weights",
         b"".join(tensor.numpy().tobytes() for _, tensor in sorted(weights(run / "model").items())),
     )
-
-
-def write_rows(folder: Path, rows: list[dict]) -> None:
-    folder.mkdir(exist_ok=True)
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def show(name: str, content: bytes) -> None:

@@ -3,15 +3,13 @@
 import copy
 import io
 import itertools
-import json
 
 import datasets
 import numpy as np
 import pictured
-import pyarrow
-import pyarrow.parquet
 import pytest
 from PIL import Image
+from recorded import write_rows as write
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -64,14 +62,6 @@ def llava(tmp_path_factory) -> Model:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def row(pictures, question="What is it?", column="images", **others):

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pyarrow
 import pyarrow.parquet
 import pytest
+from recorded import write_rows
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -33,13 +34,7 @@ def config(name, *options) -> TrainerConfig:
 
 
 def write(path, rows=ROWS):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(autouse=True)

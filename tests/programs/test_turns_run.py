@@ -10,6 +10,7 @@ import pytest
 from altered_trainer import killed_at
 from conftest import run_python, running_server
 from pools import Worker, pool
+from recorded import write_rows
 from rounding import NO_KL
 from servers import status, wait_until
 from trainer_runs import (
@@ -31,10 +32,9 @@ pytestmark = pytest.mark.slow
 def shop(tmp_path_factory):
     """A folder with a model that calls tools, tools.py, and data."""
     folder = callers.write(tmp_path_factory.mktemp("shop"))
-    (folder / "data").mkdir()
     for split, count in (("train", 24), ("test", 10)):
         rows = [{"question": f"{n}: how much is a pen?", "answer": "7" * (n % 3 + 1)} for n in range(count)]
-        (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"data/{split}.jsonl", rows)
     return folder
 
 
