@@ -260,6 +260,15 @@ def updated_server(model_folder, tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture
+def pool(tmp_path) -> Iterator[Server]:
+    """A ready pool of rollouts with its file in `tmp_path`."""
+    from pools import running_pool
+
+    with running_pool(tmp_path) as server:
+        yield server
+
+
 def launcher(ranks: int) -> list[str]:
     """What stands before a script that the deepspeed launcher starts."""
     command = [str(Path(sys.executable).with_name("deepspeed")), "-q", "--num_gpus", str(ranks)]

@@ -40,12 +40,6 @@ sys.exit(code)
 """
 
 
-@pytest.fixture
-def pool(tmp_path):
-    with running_pool(tmp_path) as server:
-        yield server
-
-
 def start(*options: str, script: tuple[str, ...] = ("generate.py",), environment: dict | None = None):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     variables = ENVIRONMENT | (environment or {})

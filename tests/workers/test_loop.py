@@ -38,12 +38,6 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def pool(tmp_path):
-    with running_pool(tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
 def trainer(pool, model_folder, tmp_path):
     return Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
-from pools import Trainer, distances, running_pool
+from pools import Trainer, distances
 from processes import left_of
 from servers import wait_until
 from test_vllm_engine import FAKE, ON_CPU, VLLM_PYTHON, save_model
@@ -28,12 +28,6 @@ from grpo.workers.loop import GenerationWorker
 from grpo.workers.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def pool(tmp_path):
-    with running_pool(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture
