@@ -340,17 +340,6 @@ def test_many_clients_share_the_service(served, folders):
     assert_rounded(scores, expected * 8)
 
 
-@pytest.mark.slow
-def test_a_deterministic_service_gives_the_same_bits_after_a_restart(folders, tmp_path):
-    words = ["--task=reward", "--deterministic", "--max_batch_tokens=80"]
-    scores = []
-    for _ in range(2):
-        with running_server(folders["qwen2"], tmp_path, *words) as server:
-            server.wait_ready()
-            scores.append(post(server, {"inputs": CHATS}).json()["scores"])
-    assert scores[0] == scores[1]
-
-
 def test_a_server_of_the_other_task_is_refused_both_ways(served, server, folders, token_file):
     with pytest.raises(ServerError, match=r"serves .*qwen2 for the task reward: set ref_servers to .* --task logprobs"):
         ReferenceClient(TrainerConfig(ref_servers=[served.url], token_file=token_file)).wait_ready()
