@@ -9,19 +9,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from oracle import Completion, gradient, loss, mark_high_entropy
-from ragged import (
-    LEVELS,
-    LONGEST,
-    LOSS_TYPES,
-    MODES,
-    cases,
-    completions,
-    compute,
-    gradients,
-    level_of,
-    named,
-    step_of,
-)
+from ragged import LEVELS, LONGEST, LOSS_TYPES, MODES, cases, completions, compute, gradients, level_of, named, step_of
 
 from grpo.algorithm.advantages import advantages
 from grpo.algorithm.loss import adapt_beta, kl_divergence

@@ -13,17 +13,7 @@ from pools import Worker, pool
 from recorded import write_rows
 from rounding import NO_KL
 from servers import status, wait_until
-from trainer_runs import (
-    check_alike,
-    check_weights,
-    finish,
-    lines,
-    options,
-    start,
-    timeless,
-    training,
-    went_on,
-)
+from trainer_runs import check_alike, check_weights, finish, lines, options, start, timeless, training, went_on
 
 pytestmark = pytest.mark.slow
 
