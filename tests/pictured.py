@@ -306,9 +306,7 @@ def drawing(width: int, height: int, seed: int, file_format: str = "PNG") -> byt
         down = sorted(random.integers(0, height, 2).tolist())
         shape = pen.ellipse if random.random() < 0.5 else pen.rectangle
         shape([(across[0], down[0]), (across[1], down[1])], fill=tuple(random.integers(0, 256, 3).tolist()))
-    buffer = io.BytesIO()
-    picture.save(buffer, file_format)
-    return buffer.getvalue()
+    return encoded(picture, file_format)
 
 
 # Files, honest ones and others.

@@ -3,13 +3,11 @@ computed from its names and numbers."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, running_server
+from conftest import run_python, running_server
 
 from grpo.config.errors import ConfigError
 from grpo.model.devices import describe_shared_cards, is_out_of_memory, p2p_hint, take_device, wants_card
@@ -132,8 +130,5 @@ except Exception as error:
     print(type(error).__name__, error)
 """
     environment = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "GPU-8d1f2ab4", "PYTHONPATH": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", ask], cwd=REPOSITORY, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True
-    )
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "ValueError" not in output and "GPU-8d1f2ab4" not in output
+    ended = run_python("-c", ask, environment=environment)
+    assert ended.returncode == 0 and "ValueError" not in ended.stdout and "GPU-8d1f2ab4" not in ended.stdout
