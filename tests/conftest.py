@@ -223,8 +223,12 @@ def running_server(
     port: int | None = None,
     environment: dict | None = None,
     code: str = "",
+    awaited: bool = True,
 ) -> Iterator[Server]:
-    """Start `python ref_server.py`, on a model folder or its default. `code` runs before it, to break something."""
+    """Start `python ref_server.py`, on a model folder or its default, and wait until it is ready, if it is `awaited`.
+
+    `code` runs before it, to break something.
+    """
     port = port or free_port()
     script = ["ref_server.py"]
     if code:
@@ -237,6 +241,8 @@ def running_server(
         process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=output, stderr=subprocess.STDOUT)
     server = Server(process, port, log)
     try:
+        if awaited:
+            server.wait_ready()
         yield server
     finally:
         server.end()
@@ -246,7 +252,6 @@ def running_server(
 def server(model_folder, tmp_path_factory) -> Iterator[Server]:
     """A ready server, shared by all tests that do not end or overload it."""
     with running_server(model_folder, tmp_path_factory.mktemp("server")) as server:
-        server.wait_ready()
         yield server
 
 
@@ -256,7 +261,6 @@ def updated_server(model_folder, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("updated")
     options = ["--update_folder", str(folder / "new"), "--deterministic", "true", "--max_batch_tokens", "64"]
     with running_server(model_folder, folder, *options, "--body_timeout", "1") as server:
-        server.wait_ready()
         yield server
 
 

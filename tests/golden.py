@@ -49,7 +49,7 @@ def main(chosen: list[str]) -> None:
 
 def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters: str) -> None:
     from conftest import running_server
-    from pools import pool, workers
+    from pools import running_pool, workers
     from recorded import write_rows
     from trainer_runs import finish, options, timeless, weights
 
@@ -82,13 +82,11 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
             served += ["--max_pixels", "1024"]
         if kind == "pool":
             (place / "pool").mkdir()
-            file = stack.enter_context(pool(place / "pool"))
-            file.wait_ready()
+            file = stack.enter_context(running_pool(place / "pool"))
             stack.enter_context(workers(file.url, place / "pool", "a"))
             changes["pool"] = file.url
         if changes.get("beta") != 0 and kind != "LoRA":
             server = stack.enter_context(running_server(model, place, *served))
-            server.wait_ready()
             changes["ref_servers"] = server.url
         finish(ranks, options(model, data, place / "run", **changes))
     run = place / "run"

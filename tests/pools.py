@@ -11,8 +11,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,13 +43,10 @@ BYTES = {"Content-Type": "application/octet-stream"}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
 
 
-@contextmanager
-def running_pool(tmp_path: Path, *options: str, port: int | None = None) -> Iterator[Server]:
-    """A ready `ref_server.py --task rollouts` with the pool file run.sqlite of `tmp_path`."""
-    arguments = ["--task", "rollouts", "--pool_file", str(tmp_path / "run.sqlite"), *options]
-    with running_server(None, tmp_path, *arguments, port=port) as server:
-        server.wait_ready()
-        yield server
+def running_pool(folder: Path, *options: str, **server) -> AbstractContextManager[Server]:
+    """Start a pool of rollouts with the file run.sqlite of a folder."""
+    arguments = ["--task", "rollouts", "--pool_file", str(folder / "run.sqlite"), *options]
+    return running_server(None, folder, *arguments, **server)
 
 
 class Pool:
@@ -214,11 +211,6 @@ class Trainer:
 # Of real runs: their processes, and what a pool's file holds.
 
 
-def pool(folder: Path, port: int | None = None):
-    """A pool with its file in the folder."""
-    return running_server("", folder, "--task", "rollouts", "--pool_file", str(folder / "pool.sqlite"), port=port)
-
-
 class Worker:
     """A `generate.py` process that keeps its weights and its log in a folder."""
 
@@ -249,6 +241,6 @@ def workers(url: str, folder: Path, *names: str):
 
 def drawn(folder: Path) -> list[tuple]:
     """Every task with its completions, as the pool's file has them."""
-    with closing(sqlite3.connect(folder / "pool.sqlite")) as file:
+    with closing(sqlite3.connect(folder / "run.sqlite")) as file:
         columns = "group_id, attempt, version, prompt_ids, drawn"
         return file.execute(f"SELECT {columns} FROM tasks ORDER BY group_id, attempt").fetchall()

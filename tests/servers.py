@@ -43,7 +43,6 @@ def holding_server(model_folder, tmp_path, *options):
     """A ready server whose scorer waits for the file that is yielded with it."""
     go = tmp_path / "go"
     with running_server(model_folder, tmp_path, *options, code=code_for(hold_passes, str(go))) as server:
-        server.wait_ready()
         yield server, go
 
 

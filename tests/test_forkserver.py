@@ -69,7 +69,6 @@ def test_a_forked_run_has_the_numbers_of_a_plain_one(model_folder, data_folder, 
     for kind, popen in (("forked", subprocess.Popen), ("plain", PlainPopen)):
         monkeypatch.setattr(subprocess, "Popen", popen)
         with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
-            server.wait_ready()
             words = options(model_folder, data_folder, tmp_path / kind, ref_servers=server.url, num_generations_eval=2)
             ended = launch(2, "grpo_ref_split.py", *words)
             assert ended.returncode == 0, ended.stdout

@@ -112,14 +112,11 @@ KINDS = {
 }
 
 
-@contextmanager
 def reference(model_folder: Path, folder: Path):
     """A server whose answers do not depend on what else waits, and that takes updates."""
     folder.mkdir()
     words = ["--deterministic", "true", "--update_folder", str(folder / "new")]
-    with running_server(model_folder, folder, *words) as server:
-        server.wait_ready()
-        yield server
+    return running_server(model_folder, folder, *words)
 
 
 @contextmanager

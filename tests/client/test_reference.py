@@ -131,13 +131,12 @@ def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypat
 
 @pytest.mark.slow
 def test_servers_of_different_models_are_refused(server, tmp_path):
-    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
-        other.wait_ready()
-        with (
-            open_client(server.url, other.url) as client,
-            pytest.raises(ServerError, match="start every server with the same model"),
-        ):
-            client.wait_ready()
+    with (
+        running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other,
+        open_client(server.url, other.url) as client,
+        pytest.raises(ServerError, match="start every server with the same model"),
+    ):
+        client.wait_ready()
 
 
 def test_what_the_server_refuses_is_not_sent_again(server):
@@ -152,7 +151,6 @@ def test_tokens_must_be_the_same(model_folder, tmp_path):
     for token in ("right", "wrong"):
         (tmp_path / token).write_text(token)
     with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "right"}) as server:
-        server.wait_ready()
         with open_client(server.url, token_file=str(tmp_path / "right"), **PATIENT) as client:
             client.wait_ready()
             assert len(request(client).result()) == 3

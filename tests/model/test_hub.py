@@ -53,7 +53,6 @@ def cache_gsm8k(home: Path) -> None:
 def test_both_programs_find_their_defaults(hub, tmp_path):
     run = tmp_path / "run"
     with running_server(None, tmp_path, environment=hub) as server:
-        server.wait_ready()
         fewer = ["--max_steps", "1", "--max_completion_length", "16", "--ref_startup_timeout", "30"]
         where = ["--ref_servers", server.url, "--output_dir", str(run)]
         ended = run_ranks(2, "grpo_ref_split.py", *fewer, *where, environment=hub)

@@ -365,7 +365,6 @@ def test_with_a_server_the_kl_begins_at_0_from_a_new_adapter_and_from_an_old_one
 
     run("new", model_folder, server.url, "--lora_target_modules", "all-linear", "--use_rslora")
     with running_server(adapters["LoRA"], tmp_path) as served:
-        served.wait_ready()
         run("old", adapters["LoRA"], served.url, "--merge_on_save")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "old" / "model")
     base = AutoModelForCausalLM.from_pretrained(model_folder)

@@ -365,7 +365,6 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
     file = tmp_path / "run.sqlite"
     options = ["--task", "rollouts", "--pool_file", str(file)]
     with running_server(None, tmp_path, *options) as server:
-        server.wait_ready()
         assert "torch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         assert post(server, "run", RUN.to_json()).status_code == 200
         answered = []
@@ -386,7 +385,6 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         server.end(signal.SIGKILL)
         filling.join()
     with running_server(None, tmp_path, *options, port=server.port) as server:
-        server.wait_ready()
         shown = requests.get(f"{server.url}/status", timeout=5).json()
         assert shown["run"]["run"] == RUN.run and len(answered) <= shown["tasks"]["waiting"] <= len(answered) + 1
         # Long polls: one whose client goes, and one that the end of the server lets go.

@@ -56,7 +56,6 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(words, tmp_p
     runs = tmp_path / "undisturbed", tmp_path / "killed"
     flags = ["--deterministic", "true", "--max_pixels", str(MAX_PIXELS)]
     with running_server(words.model, tmp_path, *flags) as server:
-        server.wait_ready()
         finish(1, words(runs[0], server.url))
         with training(1, words(runs[1], server.url), *killed_at("grpo.trainer.step:update:after:4")) as process:
             process.communicate(timeout=120)

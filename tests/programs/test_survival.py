@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,9 @@ pytestmark = pytest.mark.slow
 FEWER = 16  # the learning rate does not depend on max_steps: these are the first steps of the undisturbed run
 
 
-@contextmanager
 def deterministic(folder: Path, tmp_path: Path, port: int | None = None):
     """A ready server whose answers do not depend on what else waits."""
-    with running_server(folder, tmp_path, "--deterministic", "true", port=port) as server:
-        server.wait_ready()
-        yield server
+    return running_server(folder, tmp_path, "--deterministic", "true", port=port)
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,6 @@ def test_bfloat16_with_a_linear_warm_up(data_folder, letters, tmp_path):
     """Masters in fp32 let weights move by less than bfloat16 can show in one step."""
     folder = write_model(tmp_path / "model", seed=0)
     with running_server(folder, tmp_path, "--dtype", "bfloat16") as server:
-        server.wait_ready()
         run = tmp_path / "run"
         changes = {"dtype": "bfloat16", "max_steps": 4, "warmup_steps": 3, "learning_rate": 1e-4}
         finish(2, [*options(folder, data_folder, run, ref_servers=server.url, eval_steps=0, **changes), *letters])

@@ -9,7 +9,7 @@ import callers
 import pytest
 from altered_trainer import killed_at
 from conftest import run_python, running_server
-from pools import Worker, pool
+from pools import Worker, running_pool
 from recorded import write_rows
 from rounding import NO_KL
 from servers import status, wait_until
@@ -46,7 +46,6 @@ def run(shop, tmp_path_factory):
 
 def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, tmp_path):
     with running_server(shop / "model", tmp_path, "--deterministic", "true") as server:
-        server.wait_ready()
         changes = {"environment": f"{shop}/tools.py:Shop", "beta": 0.1, "ref_servers": server.url}
         undisturbed, killed = run("undisturbed", **changes), run("killed", **changes)
         finish(1, undisturbed)
@@ -85,8 +84,7 @@ def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run
     shared |= {"environment": f"{shop}/tools.py:Shop"}
     finish(1, run("own", **shared))
     mine = "--environment", shared["environment"]
-    with pool(tmp_path) as served, ExitStack() as running:
-        served.wait_ready()
+    with running_pool(tmp_path) as served, ExitStack() as running:
         process = start(*run("drawn", sampler="pool", pool=served.url, **shared))
         running.callback(process.kill)
         workers = [Worker(served.url, tmp_path, "none"), Worker(served.url, tmp_path, "a", *mine)]

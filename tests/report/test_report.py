@@ -168,7 +168,6 @@ def trained(model_folder, data_folder, tmp_path_factory):
     """Train a few steps with the real programs and return the run's folder."""
     folder = tmp_path_factory.mktemp("trained")
     with running_server(model_folder, folder) as server:
-        server.wait_ready()
         settings = options(model_folder, data_folder, folder / "run", ref_servers=server.url, max_steps=6)
         ended = plain_python(*settings)
         assert ended.returncode == 0, ended.stdout

@@ -257,7 +257,6 @@ def served(folders, tmp_path_factory):
     with running_server(
         folders["qwen2"], folder, "--task=reward", *limits, environment=environment, code=code
     ) as server:
-        server.wait_ready()
         yield server
 
 

@@ -15,6 +15,7 @@ import requests
 from browser import chromium, needs_browser
 from conftest import Server, running_server
 from faulty_server import code_for, hold_loading
+from pools import running_pool
 from safetensors.numpy import save
 from stored import PROBE, RUN, drawn, sha, weights
 
@@ -62,7 +63,6 @@ POINTS = "document.querySelector('#throughput .curve').getAttribute('d').split('
 
 def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
     with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
         browser.open(server.url)
         browser.wait(READY)
         assert browser.text("#model") == str(model_folder) and "cpu" in browser.text("#facts")
@@ -99,7 +99,6 @@ def check_charts(browser):
 
 def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_path, browser):
     with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
         browser.open(server.url)
         browser.wait(READY)
         server.end()
@@ -109,7 +108,8 @@ def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_p
         browser.wait(f"document.querySelector('#since').innerText !== {json.dumps(first)}")
     # Loading until it was seen, to see what the page makes of a server without numbers.
     go = tmp_path / "go"
-    with running_server(model_folder, tmp_path, port=server.port, code=code_for(hold_loading, str(go))):
+    code = code_for(hold_loading, str(go))
+    with running_server(model_folder, tmp_path, port=server.port, code=code, awaited=False):
         browser.wait("document.querySelector('#status').textContent === 'loading'")
         go.touch()
         browser.wait(READY)
@@ -119,7 +119,6 @@ def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_p
 
 def test_it_asks_for_the_token_and_keeps_it_in_the_tab(model_folder, tmp_path, browser):
     with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "quite-secret"}) as server:
-        server.wait_ready()
         browser.open(server.url)
         browser.wait("!document.querySelector('#ask').hidden")
         assert browser.text("#wrong") == "" and str(model_folder) not in browser.text("body")
@@ -186,8 +185,7 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
     def lease(name: str, card: str) -> None:
         post("lease", Lease(name, 1, [], 0.0, card, 0, "draws 1 group", 1234.0).to_json())
 
-    with running_server(None, tmp_path, "--task", "rollouts", "--pool_file", str(tmp_path / "run.sqlite")) as server:
-        server.wait_ready()
+    with running_pool(tmp_path) as server:
         browser.open(server.url)
         browser.wait(READY)
         assert browser.js("document.title").endswith(" · pool of rollouts")

@@ -8,7 +8,6 @@ import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -79,12 +78,9 @@ def server(updated_server):
     return updated_server
 
 
-@contextmanager
 def starting(folder, tmp_path, *options, code=""):
     """A ready server of its own that takes updates."""
-    with running_server(folder, tmp_path, "--update_folder", str(tmp_path / "new"), *options, code=code) as server:
-        server.wait_ready()
-        yield server
+    return running_server(folder, tmp_path, "--update_folder", str(tmp_path / "new"), *options, code=code)
 
 
 @pytest.fixture(scope="module")

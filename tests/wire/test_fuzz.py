@@ -48,7 +48,6 @@ def fuzzed(model_folder, tmp_path_factory):
     flat = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
     folder = tmp_path_factory.mktemp("fuzzed")
     with running_server(model_folder, folder, *limits, environment=flat, code=code) as server:
-        server.wait_ready()
         yield server
 
 
