@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import models
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -70,11 +71,7 @@ def by_hand(base, folder, dtype=torch.float64):
 
 def exact(model, temperature=1.0) -> torch.Tensor:
     """Log-probs of the fixed sequences' completions, one at a time through transformers' own forward."""
-    rows = []
-    for prompt, completion in PAIRS:
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
-        rows.append(torch.log_softmax(logits, -1)[len(prompt) - 1 : -1][range(len(completion)), completion])
-    return torch.cat(rows)
+    return models.by_hand(model, PAIRS, temperature)[0]
 
 
 def scores(model, batcher=None, temperature=1.0) -> torch.Tensor:
@@ -114,8 +111,3 @@ def move(model) -> None:
 
 def snapshot(model) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
-def equal(weights, expected) -> bool:
-    same_names = weights.keys() == expected.keys()
-    return same_names and all(torch.equal(weights[name], expected[name]) for name in expected)

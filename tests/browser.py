@@ -3,7 +3,6 @@
 It is driven through chromedriver's W3C WebDriver interface, which is JSON over HTTP and needs no library.
 """
 
-import base64
 import json
 import os
 import shutil
@@ -77,8 +76,12 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.devtools("Emulation.setEmulatedMedia", features=[scheme])
 
-    def picture(self, whole: bool = False) -> bytes:
-        return base64.b64decode(self.devtools("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
+    def check_widths(self) -> None:
+        """Hold a page to fit a desk's screen and a phone's, light and dark."""
+        for dark in (False, True):
+            for width in (1280, 700, 375, 320):
+                self.screen(width, 800, dark)
+                assert not self.js("document.documentElement.scrollWidth > innerWidth"), width
 
     def console(self) -> list[str]:
         """Return what was logged since the last call: errors, violations of the policy."""

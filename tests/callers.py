@@ -89,19 +89,10 @@ def write(folder: Path, seed: int = 1) -> Path:
     tokenizer.add_tokens([AddedToken(call, special=False, normalized=False) for call in CALLS])
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(seed)
-    config = PhiConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = PhiForCausalLM(config)
+    ids = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(vocab_size=len(tokenizer), max_position_embeddings=1024)
+    model = PhiForCausalLM(PhiConfig(**sizes, **ids, initializer_range=0.1))
     with torch.no_grad():
         model.lm_head.bias.zero_()
         # Of this seed's weights the greedy first token is then a call, and the next one ends the turn.

@@ -49,6 +49,14 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+
+def run_python(*words, folder: Path = REPOSITORY, environment: dict | None = None, **options):
+    """Run the interpreter with these words to its end; return what subprocess.run does, with what it printed."""
+    settings = {"cwd": folder, "env": ENVIRONMENT | (environment or {}), "timeout": 240}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, **settings | options)
+
+
 LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 10))
 """a YAML file of a few hundred bytes whose aliases stand for 9 ** 9 values"""
 
@@ -215,8 +223,12 @@ def running_server(
     port: int | None = None,
     environment: dict | None = None,
     code: str = "",
+    awaited: bool = True,
 ) -> Iterator[Server]:
-    """Start `python ref_server.py`, on a model folder or its default. `code` runs before it, to break something."""
+    """Start `python ref_server.py`, on a model folder or its default, and wait until it is ready, if it is `awaited`.
+
+    `code` runs before it, to break something.
+    """
     port = port or free_port()
     script = ["ref_server.py"]
     if code:
@@ -229,6 +241,8 @@ def running_server(
         process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=output, stderr=subprocess.STDOUT)
     server = Server(process, port, log)
     try:
+        if awaited:
+            server.wait_ready()
         yield server
     finally:
         server.end()
@@ -238,7 +252,6 @@ def running_server(
 def server(model_folder, tmp_path_factory) -> Iterator[Server]:
     """A ready server, shared by all tests that do not end or overload it."""
     with running_server(model_folder, tmp_path_factory.mktemp("server")) as server:
-        server.wait_ready()
         yield server
 
 
@@ -248,7 +261,15 @@ def updated_server(model_folder, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("updated")
     options = ["--update_folder", str(folder / "new"), "--deterministic", "true", "--max_batch_tokens", "64"]
     with running_server(model_folder, folder, *options, "--body_timeout", "1") as server:
-        server.wait_ready()
+        yield server
+
+
+@pytest.fixture
+def pool(tmp_path) -> Iterator[Server]:
+    """A ready pool of rollouts with its file in `tmp_path`."""
+    from pools import running_pool
+
+    with running_pool(tmp_path) as server:
         yield server
 
 

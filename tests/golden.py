@@ -49,7 +49,8 @@ def main(chosen: list[str]) -> None:
 
 def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters: str) -> None:
     from conftest import running_server
-    from pool_runs import pool, workers
+    from pools import running_pool, workers
+    from recorded import write_rows
     from trainer_runs import finish, options, timeless, weights
 
     changes = {"max_steps": 4, "eval_steps": 2, "report_to": "none", "reward_funcs": letters, **KINDS[kind]}
@@ -61,7 +62,8 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
             folder = callers.write(place / "shop")
             model, data = folder / "model", folder / "data"
             rows = [{"question": f"{number}: how much is a pen?", "answer": "7"} for number in range(24)]
-            write_rows(data, rows)
+            for split in ("train", "test"):
+                write_rows(data / f"{split}.jsonl", rows)
             changes |= {"environment": f"{folder}/tools.py:Shop", "reward_funcs": f"{folder}/tools.py:cheap"}
             changes |= {"max_completion_length": 160, "max_prompt_length": 400, "max_tool_calling_iterations": 3}
         if kind == "pictures":
@@ -74,18 +76,17 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
                 data.mkdir(exist_ok=True)
                 (data / file).write_bytes(pictured.drawing(24 + 8 * (number % 3), 16, seed=number))
                 rows.append({"question": f"<image>Which of {number}?", "answer": "#### 3", "images": [file]})
-            write_rows(data, rows)
+            for split in ("train", "test"):
+                write_rows(data / f"{split}.jsonl", rows)
             changes |= {"max_prompt_length": 200, "max_completion_length": 12, "max_pixels": 1024}
             served += ["--max_pixels", "1024"]
         if kind == "pool":
             (place / "pool").mkdir()
-            file = stack.enter_context(pool(place / "pool"))
-            file.wait_ready()
+            file = stack.enter_context(running_pool(place / "pool"))
             stack.enter_context(workers(file.url, place / "pool", "a"))
             changes["pool"] = file.url
         if changes.get("beta") != 0 and kind != "LoRA":
             server = stack.enter_context(running_server(model, place, *served))
-            server.wait_ready()
             changes["ref_servers"] = server.url
         finish(ranks, options(model, data, place / "run", **changes))
     run = place / "run"
@@ -95,12 +96,6 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
         f"{kind} {ranks} weights",
         b"".join(tensor.numpy().tobytes() for _, tensor in sorted(weights(run / "model").items())),
     )
-
-
-def write_rows(folder: Path, rows: list[dict]) -> None:
-    folder.mkdir(exist_ok=True)
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def show(name: str, content: bytes) -> None:

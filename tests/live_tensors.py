@@ -81,17 +81,8 @@ def run(case: dict, folder: str) -> dict:
     settings["zero_optimization"] |= {"reduce_bucket_size": 500_000} | more.pop("zero_optimization", {})
     path = Path(folder) / "ds_config.json"
     path.write_text(json.dumps(settings | more))
-    config = TrainerConfig(
-        max_prompt_length=PROMPT,
-        max_completion_length=COMPLETION,
-        num_generations=8,
-        prompts_per_step=4,
-        sequences_per_generate=16,
-        beta=0.0,
-        eval_steps=0,
-        deepspeed=str(path),
-        **case,
-    )
+    sizes = dict(max_prompt_length=PROMPT, max_completion_length=COMPLETION, num_generations=8, prompts_per_step=4)
+    config = TrainerConfig(sequences_per_generate=16, beta=0.0, eval_steps=0, deepspeed=str(path), **sizes, **case)
     _, ranks, device, _ = join_ranks(config)
     ds_config = engine_config(config, ranks, device)
     shape, dtype, draw = qwen(4, 512, **SHAPE), getattr(torch, config.dtype), random.Random(0)

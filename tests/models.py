@@ -4,6 +4,7 @@ import copy
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BloomConfig,
     CohereConfig,
@@ -100,6 +101,16 @@ def build(config, seed: int = 0) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(model.get_output_embeddings().bias)
+    return model
+
+
+def random_model(name: str) -> torch.nn.Module:
+    """A small model of an architecture, its weights with a wide spread."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**SMALL)).float().eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.2)
     return model
 
 

@@ -7,6 +7,8 @@ Qwen's video processors, which cannot be made without it, are written by hand.
 
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -304,6 +306,32 @@ def drawing(width: int, height: int, seed: int, file_format: str = "PNG") -> byt
         down = sorted(random.integers(0, height, 2).tolist())
         shape = pen.ellipse if random.random() < 0.5 else pen.rectangle
         shape([(across[0], down[0]), (across[1], down[1])], fill=tuple(random.integers(0, 256, 3).tolist()))
-    buffer = io.BytesIO()
-    picture.save(buffer, file_format)
-    return buffer.getvalue()
+    return encoded(picture, file_format)
+
+
+# Files, honest ones and others.
+
+DRAWN = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8))
+
+
+def encoded(picture: Image.Image = DRAWN, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
+
+
+def jpeg_claiming(width: int, height: int) -> bytes:
+    whole = encoded(kind="JPEG")
+    place = whole.index(b"\xff\xc0") + 5
+    return whole[:place] + struct.pack(">HH", height, width) + whole[place + 4 :]

@@ -3,38 +3,122 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlencode
+from wsgiref.util import setup_testing_defaults
 
 import numpy as np
 import torch
-from conftest import Server, running_server
+from conftest import ENVIRONMENT, REPOSITORY, Server, running_server
 from safetensors.numpy import save
+from stored import PROBE, sha, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from grpo.config.server import ServerConfig
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient
 from grpo.pool.delta import make_delta, sha256_of
-from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, Version
+from grpo.pool.pool_service import PoolService
+from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version
+from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn
+from ref_server import make_app
 
 RUN = RunInfo("0123456789abcdef", "runs/test", 100, [2], 4, 12, 0.8, 42, "a" * 64)
+BYTES = {"Content-Type": "application/octet-stream"}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
 
 
-@contextmanager
-def running_pool(tmp_path: Path, *options: str, port: int | None = None) -> Iterator[Server]:
-    """A ready `ref_server.py --task rollouts` with the pool file run.sqlite of `tmp_path`."""
-    arguments = ["--task", "rollouts", "--pool_file", str(tmp_path / "run.sqlite"), *options]
-    with running_server(None, tmp_path, *arguments, port=port) as server:
-        server.wait_ready()
-        yield server
+def running_pool(folder: Path, *options: str, **server) -> AbstractContextManager[Server]:
+    """Start a pool of rollouts with the file run.sqlite of a folder."""
+    arguments = ["--task", "rollouts", "--pool_file", str(folder / "run.sqlite"), *options]
+    return running_server(None, folder, *arguments, **server)
+
+
+class Pool:
+    """A pool's application in this process."""
+
+    def __init__(self, path):
+        self.path = path
+        self.start()
+        self.weights = {}  # SHA-256 of each version's weights, as put last
+
+    def start(self):
+        self.service = PoolService(ServerConfig(task="rollouts", pool_file=str(self.path)))
+        self.service.load()
+        self.app = make_app(self.service)
+
+    def ask(self, method, path, body=b"", headers=None, is_gone=lambda: False, **query) -> SimpleNamespace:
+        if path.islower() and not path.startswith("/"):
+            path = f"/v1/rollouts/{path}"
+        environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": urlencode(query)}
+        environ |= {"waitress.client_disconnected": is_gone, "REMOTE_ADDR": "127.0.0.1"}
+        if method == "POST":
+            environ |= {"CONTENT_LENGTH": str(len(body)), "wsgi.input": io.BytesIO(body)}
+        for name, value in (headers or {} if method == "GET" else headers or BYTES).items():
+            environ[name.upper().replace("-", "_") if name == "Content-Type" else f"HTTP_{name.upper()}"] = value
+        setup_testing_defaults(environ)
+        began = []
+        body = b"".join(self.app(environ, lambda line, headers, exc_info=None: began.extend((line, dict(headers)))))
+        answer = SimpleNamespace(status=int(began[0][:3]), headers=began[1], body=body)
+        if answer.status >= 400:
+            answer.refusal = answer.status, *json.loads(body)["error"].values()
+        return answer
+
+    def get(self, path, **rest):
+        return self.ask("GET", path, **rest)
+
+    def post(self, path, body=b"", **rest):
+        return self.ask("POST", path, body, **rest)
+
+    def put_file(self, data: bytes) -> None:
+        answer = self.post("files", data, sha256=sha(data), size=len(data), offset=0)
+        assert json.loads(answer.body) == {"received": len(data)}
+
+    def put_version(self, number: int, salt: int = 0) -> Version:
+        data = weights(number + salt)
+        self.put_file(data)
+        version = Version(number, sha(data), len(data), True, None, None, PROBE)
+        assert self.post("versions", version.to_json()).status == 200
+        self.weights[number] = version.sha256
+        return version
+
+    def lease(self, name="w", room=1, holds=(), wait=0.0, **rest) -> list[Task]:
+        answer = self.post("lease", Lease(name, room, [[*key] for key in holds], wait).to_json(), **rest)
+        assert answer.status == 200, answer.refusal
+        return decode_tasks(answer.body, RUN.vocab_size)
+
+    def results(self, *groups, name="w", weights=None) -> SimpleNamespace:
+        """Send groups as drawn by these weights, by default by those that are there."""
+        weights = self.weights if weights is None else weights
+        return self.post("results", encode_drawn(groups, weights.items()), worker=name)
+
+    def send(self, *groups, **rest) -> list[str]:
+        answer = self.results(*groups, **rest)
+        assert answer.status == 200, answer.refusal
+        return json.loads(answer.body)["results"]
+
+    def take(self, *keys, wait=0.0, **rest):
+        answer = self.post("groups", json.dumps({"groups": keys, "wait": wait}).encode(), **rest)
+        assert answer.status == 200, answer.refusal
+        return decode_drawn(answer.body)
+
+    def status(self) -> dict:
+        return json.loads(self.get("/status").body)
 
 
 def score(model: PreTrainedModel, prompt: list[int], completions: list[list[int]], temperature: float) -> list[list]:
@@ -122,3 +206,41 @@ class Trainer:
             assert found or time.monotonic() < deadline, f"not all after {seconds} s: {missing}"
             drawn |= {group.key: group for group in found}
         return [drawn[task.key] for task in tasks]
+
+
+# Of real runs: their processes, and what a pool's file holds.
+
+
+class Worker:
+    """A `generate.py` process that keeps its weights and its log in a folder."""
+
+    def __init__(self, url: str, folder: Path, name: str, *options: str):
+        self.url, self.folder, self.name, self.log = url, folder, name, folder / f"{name}.log"
+        words = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name, *options]
+        with open(self.log, "a") as output:
+            command = [sys.executable, "-u", *words, "--weights_folder", str(folder / name)]
+            pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, **pipes)
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+
+@contextmanager
+def workers(url: str, folder: Path, *names: str):
+    """Workers on their way, in a list: what is in it at the end is ended."""
+    running = [Worker(url, folder, name) for name in names]
+    try:
+        yield running
+    finally:
+        for worker in running:
+            worker.end()
+
+
+def drawn(folder: Path) -> list[tuple]:
+    """Every task with its completions, as the pool's file has them."""
+    with closing(sqlite3.connect(folder / "run.sqlite")) as file:
+        columns = "group_id, attempt, version, prompt_ids, drawn"
+        return file.execute(f"SELECT {columns} FROM tasks ORDER BY group_id, attempt").fetchall()

@@ -14,9 +14,11 @@ import torch
 from conftest import REPOSITORY
 from oracle import Completion, size
 
+from grpo.algorithm.loss import grpo_loss
 from grpo.algorithm.loss_types import LOSSES, StepSize, Tokens
-from grpo.config.loss_settings import UNUSED_BOUNDS
+from grpo.config.loss_settings import UNUSED_BOUNDS, LossSection
 
+LONGEST = 12
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
 LOSS_TYPES = [*LOSSES]
 LEVELS = [
@@ -132,6 +134,16 @@ def tokens_of(batch: list[Completion], dtype=torch.float64) -> Tokens:
 def step_of(batch: list[Completion]) -> StepSize:
     step = size(batch)
     return StepSize(step.sequences, step.tokens, step.high_entropy_tokens)
+
+
+def compute(
+    batch: list[Completion], settings: LossSection, beta=0.3, dtype=torch.float64, device="cpu", **changes
+) -> tuple[torch.Tensor, dict, Tokens]:
+    """Compute our loss of sequences that are a whole step; return it with its metrics and what it depends on."""
+    with torch.device(device):
+        tokens = tokens_of(batch, dtype)
+    step = {"step": step_of(batch), "entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST} | changes
+    return *grpo_loss(tokens, settings=settings, beta=beta, **step), tokens
 
 
 def gradients(loss: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Servers to test with: one that holds its requests, and a fake one that answers as told."""
 
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
@@ -42,7 +43,6 @@ def holding_server(model_folder, tmp_path, *options):
     """A ready server whose scorer waits for the file that is yielded with it."""
     go = tmp_path / "go"
     with running_server(model_folder, tmp_path, *options, code=code_for(hold_passes, str(go))) as server:
-        server.wait_ready()
         yield server, go
 
 
@@ -50,9 +50,11 @@ def status(server) -> dict:
     return requests.get(server.url + "/status", timeout=20).json()
 
 
-def wait_until(happened, seconds=20) -> None:
+def wait_until(happened, seconds=20, process: subprocess.Popen | None = None) -> None:
+    """Wait for something, that a process does which must not end before."""
     deadline = time.monotonic() + seconds
     while not happened():
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, running_server
+from conftest import ENVIRONMENT, REPOSITORY, run_python, running_server
 from forkserver import PlainPopen
 from trainer_runs import check_alike, lines, one_line, options, run_ranks
 
@@ -60,9 +60,7 @@ def test_a_fork_is_a_child_with_a_name_and_dies_of_signals(tmp_path, number):
 @pytest.mark.parametrize(("changes", "forked"), [({"ASKED": "no"}, True), ({"HF_HOME": "/nowhere"}, False)])
 def test_an_environment_that_libraries_read_when_imported_is_started_plainly(changes, forked):
     script = "import sys; print('torch' in sys.modules)  # grpo.run.exit"
-    environment = ENVIRONMENT | changes
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stdout == f"{forked}\n"
+    assert run_python("-c", script, environment=changes).stdout == f"{forked}\n"
 
 
 @pytest.mark.rare
@@ -71,7 +69,6 @@ def test_a_forked_run_has_the_numbers_of_a_plain_one(model_folder, data_folder, 
     for kind, popen in (("forked", subprocess.Popen), ("plain", PlainPopen)):
         monkeypatch.setattr(subprocess, "Popen", popen)
         with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
-            server.wait_ready()
             words = options(model_folder, data_folder, tmp_path / kind, ref_servers=server.url, num_generations_eval=2)
             ended = launch(2, "grpo_ref_split.py", *words)
             assert ended.returncode == 0, ended.stdout

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, run_python
 
 # What the files of a folder of grpo/ may import beside their own folder's. The programs may import anything.
 MAY_IMPORT = {
@@ -147,9 +147,7 @@ try:
 except SystemExit as ended:
     print("exit", ended.code, sorted({{"torch", "deepspeed", "datasets", "matplotlib"}} & sys.modules.keys()))
 """
-    shown = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True
-    ).stdout
+    shown = run_python("-c", script, check=True).stdout
     assert shown.splitlines()[-1] == "exit 0 []"
     commands = (
         f"python {entry}.py",

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, launcher, running_server
 from safetensors.torch import load_file
+from servers import wait_until
 
 
 def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str]:
@@ -94,18 +94,9 @@ def one_line(output: str) -> str:
     return errors[0]
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    """Wait for what a running process does."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def wait_for_steps(process, run, count) -> None:
     metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(lines(metrics)) >= count, process)
+    wait_until(lambda: metrics.exists() and len(lines(metrics)) >= count, 120, process)
 
 
 STEPS = 10
@@ -121,14 +112,11 @@ KINDS = {
 }
 
 
-@contextmanager
 def reference(model_folder: Path, folder: Path):
     """A server whose answers do not depend on what else waits, and that takes updates."""
     folder.mkdir()
     words = ["--deterministic", "true", "--update_folder", str(folder / "new")]
-    with running_server(model_folder, folder, *words) as server:
-        server.wait_ready()
-        yield server
+    return running_server(model_folder, folder, *words)
 
 
 @contextmanager
@@ -186,7 +174,7 @@ def begun_again(process: subprocess.Popen, run: Path) -> bool:
     def begun() -> bool:
         return recorded.exists() and recorded.stat().st_mtime_ns != before
 
-    wait_until(lambda: process.poll() == 0 or begun(), process)
+    wait_until(lambda: process.poll() == 0 or begun(), 120, process)
     return begun()
 
 
@@ -194,7 +182,7 @@ def reach(process: subprocess.Popen, run: Path, step: int) -> None:
     """Wait until this step is recorded, of this process: it begins with cutting off what is beyond where it goes on."""
     begun_again(process, run)
     row = f'{{"step": {step},'
-    wait_until(lambda: any(row in line for line in (run / "metrics.jsonl").read_text().splitlines()), process)
+    wait_until(lambda: any(row in line for line in (run / "metrics.jsonl").read_text().splitlines()), 120, process)
 
 
 def went_on(output: str) -> int:

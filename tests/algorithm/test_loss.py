@@ -9,32 +9,21 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from oracle import Completion, gradient, loss, mark_high_entropy
-from ragged import LEVELS, LOSS_TYPES, MODES, cases, completions, gradients, level_of, named, step_of, tokens_of
+from ragged import LEVELS, LONGEST, LOSS_TYPES, MODES, cases, completions, compute, gradients, level_of, named, step_of
 
 from grpo.algorithm.advantages import advantages
-from grpo.algorithm.loss import adapt_beta, grpo_loss, kl_divergence
-from grpo.algorithm.loss_types import StepSize, Tokens
+from grpo.algorithm.loss import adapt_beta, kl_divergence
 from grpo.config.command_line import parse_arguments
 from grpo.config.loss_settings import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.metrics import Stats
 
-BETA, LONGEST = 0.3, 12
+BETA = 0.3
 
 
 def make_batch(settings: LossSection, seed: int, **kind) -> list[Completion]:
     batch = completions(seed, **kind)
     return mark_high_entropy(batch, settings.top_entropy_quantile) if settings.top_entropy_quantile < 1 else batch
-
-
-def compute(batch: list[Completion], settings: LossSection, beta=BETA) -> tuple[torch.Tensor, dict, Tokens]:
-    tokens = tokens_of(batch)
-    value, metrics = grpo_loss(tokens, step_of(batch), settings, beta=beta, **constants(settings))
-    return value, metrics, tokens
-
-
-def constants(settings: LossSection) -> dict:
-    return {"entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST}
 
 
 # The other estimators meet nothing else in the modes that are left out.
@@ -87,8 +76,7 @@ def test_any_cut_in_any_order_adds_up_to_the_whole(mode):
             total = 0.0
             with named(loss_type, level, seed):
                 for cut in (order[:1], order[1:3], order[3:3], order[3:]):
-                    part_tokens = tokens_of([batch[index] for index in cut])
-                    part, _ = grpo_loss(part_tokens, step, settings, beta=BETA, **constants(settings))
+                    part, _, part_tokens = compute([batch[index] for index in cut], settings, step=step)
                     total += part.item()
                     for slope, expected in zip(gradients(part, part_tokens), rows, strict=True):
                         expected = torch.cat([torch.zeros(0).double(), *(expected[index] for index in cut)])
@@ -116,11 +104,8 @@ def test_no_number_is_fetched_from_the_device(mode):
     adaptive = {"use_adaptive_entropy": True} if "entropy_coef" in options else {}
     for loss_type, level, allowed in cases(options):
         settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **allowed, **adaptive)
-        tokens = tokens_of(batch := make_batch(settings, seed=1, **kind))
-        values = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(tokens)}
-        on_meta = Tokens(**{name: value if value is None else value.to("meta") for name, value in values.items()})
         with named(loss_type, level):
-            grpo_loss(on_meta, step_of(batch), settings, beta=BETA, **constants(settings))
+            compute(make_batch(settings, seed=1, **kind), settings, device="meta")
 
 
 def test_extreme_ratios_stay_finite_in_float32():
@@ -133,9 +118,8 @@ def test_extreme_ratios_stay_finite_in_float32():
         )
         far, farther = [-1.0 + distance] * 3, [-1.0 - distance] * 3
         batch = [Completion(sign, [-1.0] * 3, [1.0] * 3, far, far, farther) for sign in (1, -1)]
-        tokens = tokens_of(batch, torch.float32)
         with named(loss_type, level, distance):
-            value, metrics = grpo_loss(tokens, step_of(batch), settings, beta=BETA, **constants(settings))
+            value, metrics, tokens = compute(batch, settings, dtype=torch.float32)
             assert torch.isfinite(value) and torch.isfinite(gradients(value, tokens)[0]).all()
             assert all(torch.isfinite(values).all() for values in metrics.values())
 
@@ -157,8 +141,8 @@ def test_far_below_the_reference_the_corrected_kl_pulls_by_the_distance_in_float
     settings = LossSection(use_bias_correction_kl=True)
     for distance, log_ratio in product((0.5, 10.0, 18.0), (0.0, -0.75)):
         logp = [-distance - 0.5]
-        tokens = tokens_of([Completion(0.0, logp, [1.0], [logp[0] - log_ratio], ref=[-0.5])], torch.float32)
-        value, _ = grpo_loss(tokens, StepSize(1, 1), settings, beta=1.0, **constants(settings))
+        batch = [Completion(0.0, logp, [1.0], [logp[0] - log_ratio], ref=[-0.5])]
+        value, _, tokens = compute(batch, settings, beta=1.0, dtype=torch.float32)
         assert gradients(value, tokens)[0].item() == pytest.approx(-math.exp(log_ratio) * distance, rel=1e-5)
 
 

@@ -15,14 +15,13 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
-from ragged import LOSS_TYPES, MODES, cases, completions, gradients, level_of, named, step_of, tokens_of
+from ragged import LONGEST, LOSS_TYPES, MODES, cases, completions, compute, gradients, level_of, named
 
 from grpo.algorithm.advantages import soft_overlong_punishment
-from grpo.algorithm.loss import adapt_entropy_coef, applied_entropy_coef, grpo_loss
+from grpo.algorithm.loss import adapt_entropy_coef, applied_entropy_coef
 from grpo.config.loss_settings import LossSection
 from grpo.run.metrics import Stats, add_stats
 
-LONGEST = 12
 ANSWERED = 6  # places of answers before a completion's last token, at most
 WIDTH = LONGEST + ANSWERED + 2
 
@@ -133,10 +132,6 @@ def theirs(trl, batch: list[oracle.Completion], settings: LossSection, beta: flo
     return value.item(), [slope[mask.bool()] for slope in slopes], trainer._metrics["train"]
 
 
-def constants(settings: LossSection) -> dict:
-    return {"entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST}
-
-
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "far off"])
 def test_value_and_gradient_are_trls(trl, mode):
     options, beta, kind = MODES[mode]
@@ -154,17 +149,20 @@ def check_against_trl(trl, settings: LossSection, beta: float, batch: list[oracl
         batch = [oracle.replace(completion, ref=None) for completion in batch]
     if settings.top_entropy_quantile < 1:
         batch = oracle.mark_high_entropy(batch, settings.top_entropy_quantile)
-    tokens = tokens_of(batch)
-    our_value, our_metrics = grpo_loss(tokens, step_of(batch), settings, beta=beta, **constants(settings))
-    assert our_value.item() == pytest.approx(value, rel=1e-6)
-    for our_slope, slope in zip(gradients(our_value, tokens), slopes, strict=True):
-        torch.testing.assert_close(our_slope, slope, rtol=1e-5, atol=1e-9)
+    our_value, our_metrics, tokens = compute(batch, settings, beta)
+    check_value_and_slopes(our_value, gradients(our_value, tokens), value, slopes)
     add_stats(stats := {}, our_metrics)
     for name in stats.keys() & metrics.keys():
         # TRL's mean over sequences has the empty ones in it.
         of_sequences = settings.importance_sampling_level == "sequence" and name.endswith(("_mean", "clip_ratio"))
         count = len(batch) / stats[name].count if of_sequences else 1
         assert stats[name].metric / count == pytest.approx(metrics[name][0], rel=1e-5), name
+
+
+def check_value_and_slopes(our_value: torch.Tensor, our_slopes, value: float, slopes) -> None:
+    assert our_value.item() == pytest.approx(value, rel=1e-6)
+    for our_slope, slope in zip(our_slopes, slopes, strict=True):
+        torch.testing.assert_close(our_slope, slope, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
@@ -187,15 +185,11 @@ def test_the_adaptive_entropy_bonus_is_trls(trl, quantile):
         ]
         value, slopes, metrics = theirs(trl, batch, settings, 0.0, trainer)
         marked = oracle.mark_high_entropy(batch, quantile) if quantile < 1 else batch
-        tokens, applied = tokens_of(marked), applied_entropy_coef(coefficient, last, settings)
-        our_value, our_metrics = grpo_loss(
-            tokens, step_of(marked), settings, beta=0.0, entropy_coef=applied, max_completion_length=LONGEST
-        )
+        applied = applied_entropy_coef(coefficient, last, settings)
+        our_value, our_metrics, tokens = compute(marked, settings, beta=0.0, entropy_coef=applied)
         last = our_metrics["entropy_acted_on:none"].double().nanmean().item()
         coefficient = adapt_entropy_coef(coefficient, last, settings)
-        assert our_value.item() == pytest.approx(value, rel=1e-6)
-        for our_slope, slope in zip(gradients(our_value, tokens), slopes, strict=True):
-            torch.testing.assert_close(our_slope, slope, rtol=1e-5, atol=1e-9)
+        check_value_and_slopes(our_value, gradients(our_value, tokens), value, slopes)
         assert coefficient == metrics["entropy_coef"][-1]
         seen.append(applied)
     assert 0.0 in seen[1:] and len({*seen}) > 2  # it rests, and it moves
@@ -208,7 +202,7 @@ def test_both_report_the_same_metrics(trl):
             level = level_of(loss_type)
             settings = LossSection(loss_type=loss_type, importance_sampling_level=level, entropy_coef=entropy_coef)
             _, _, metrics = theirs(trl, batch, settings, beta=0.3)
-            _, ours = grpo_loss(tokens_of(batch), step_of(batch), settings, beta=0.3, **constants(settings))
+            _, ours, _ = compute(batch, settings)
             with named(loss_type, entropy_coef):
                 names = {name.partition(":")[0] for name in ours}
                 assert names == metrics.keys() - {"entropy_coef"}  # a coefficient is none of the loss's numbers

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from careless import unchanged
-from ragged import completions, documented, gradients, step_of, tokens_of
+from ragged import completions, compute, documented, gradients
 
-from grpo.algorithm.loss import grpo_loss, try_loss
+from grpo.algorithm.loss import try_loss
 from grpo.algorithm.loss_types import LOSSES
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -52,11 +52,8 @@ def copies(tmp_path) -> str:
     return f"{tmp_path}/copies.py"
 
 
-def compute(loss_type: str, kind: dict, **options) -> tuple[torch.Tensor, tuple, dict]:
-    settings = LossSection(loss_type=loss_type, **options)
-    tokens = tokens_of(some := completions(seed=3, **kind))
-    constants = {"beta": 0.3, "entropy_coef": settings.entropy_coef, "max_completion_length": 12}
-    value, metrics = grpo_loss(tokens, step_of(some), settings, **constants)
+def computed(loss_type: str, kind: dict, **options) -> tuple[torch.Tensor, tuple, dict]:
+    value, metrics, tokens = compute(completions(seed=3, **kind), LossSection(loss_type=loss_type, **options))
     return value.detach(), gradients(value, tokens), metrics
 
 
@@ -77,9 +74,9 @@ def test_a_copy_of_a_built_in_loss_is_that_loss_to_the_bit(copies, tmp_path):
     ]
     for built_in, loss_type, own_options in cases:
         for options, kind in around:
-            value, slopes, metrics = compute(built_in, kind, **options, **own_options)
+            value, slopes, metrics = computed(built_in, kind, **options, **own_options)
             with unchanged():
-                copied, own_slopes, own_metrics = compute(loss_type, kind, **options)
+                copied, own_slopes, own_metrics = computed(loss_type, kind, **options)
             case = f"{built_in}, {options}"
             assert torch.equal(copied, value) and value != 0, case
             assert all(map(torch.equal, own_slopes, slopes)), case
@@ -87,7 +84,7 @@ def test_a_copy_of_a_built_in_loss_is_that_loss_to_the_bit(copies, tmp_path):
 
 
 def test_its_metrics_are_recorded_under_their_names(tmp_path):
-    _, _, metrics = compute(documented(tmp_path, "mine.py"), {})
+    _, _, metrics = computed(documented(tmp_path, "mine.py"), {})
     stats: dict = {}
     add_stats(stats, metrics)
     numbers = step_metrics(stats)
@@ -127,8 +124,8 @@ def test_it_is_the_file_that_was_tried_wherever_a_reward_function_goes(copies, t
     monkeypatch.chdir(tmp_path)
     try_loss(LossSection(loss_type="copies.py:copy_of_grpo"))
     monkeypatch.chdir("/")
-    value, *_ = compute("copies.py:copy_of_grpo", {})
-    assert torch.equal(value, compute("grpo", {})[0])
+    value, *_ = computed("copies.py:copy_of_grpo", {})
+    assert torch.equal(value, computed("grpo", {})[0])
 
 
 def test_the_files_of_loss_and_estimator_must_be_the_same_on_every_machine(copies):

@@ -5,7 +5,7 @@ import pty
 import subprocess
 import sys
 
-from conftest import REPOSITORY
+from conftest import REPOSITORY, run_python
 
 CODE = """
 import logging
@@ -19,7 +19,7 @@ for step in tqdm(range(2)):
 
 
 def test_a_file_has_levels_and_no_colour():
-    ended = subprocess.run([sys.executable, "-c", CODE], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    ended = run_python("-c", CODE, check=True)
     lines = [line.split(" ", 1)[1] for line in ended.stderr.splitlines() if "grpo.x" in line]
     assert lines == ["grpo.x: hello", "WARNING: grpo.x: careful"] * 2
 
@@ -48,6 +48,6 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from grpo.run.exit import exit_code
 exit(exit_code(print, (), ""))
 """
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    ended = run_python("-c", code)
     refused = "the system allows this process 64 open files, and it may need 256: raise the limit (ulimit -Hn)"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"-c: error: {refused}\n")

@@ -1,12 +1,10 @@
 """What `--help` of each program shows."""
 
 import re
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import run_python
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import EvaluateConfig, LaunchConfig, ReportConfig
@@ -80,9 +78,7 @@ def test_only_the_first_rank_prints_it(help_of, monkeypatch):
 @pytest.mark.plain_start
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=" ".join)
 def test_a_program_says_how_it_is_called_and_fits_the_terminal(program):
-    command = [sys.executable, *program, "--help", "all"]
-    environment = {**ENVIRONMENT, "COLUMNS": "80"}
-    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    ended = run_python(*program, "--help", "all", environment={"COLUMNS": "80"})
     called = program[0] if len(program) == 1 else f"python -m {program[1]}"
     assert ended.returncode == 0 and ended.stdout.startswith(f"usage: {called} ")
     wrapped = re.sub(r"^ {4}\S.*", "", ended.stdout, flags=re.MULTILINE)  # all but commands

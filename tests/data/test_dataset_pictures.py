@@ -3,15 +3,13 @@
 import copy
 import io
 import itertools
-import json
 
 import datasets
 import numpy as np
 import pictured
-import pyarrow
-import pyarrow.parquet
 import pytest
 from PIL import Image
+from recorded import write_rows as write
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -66,22 +64,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def write(path, rows):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def row(pictures, question="What is it?", column="images", **others):
     return {"question": question, "answer": "4", column: pictures, **others}
-
-
-def converted(picture: bytes, kind: str, **options) -> bytes:
-    file = io.BytesIO()
-    Image.open(io.BytesIO(picture)).save(file, kind, **options)
-    return file.getvalue()
 
 
 def user(content: str) -> str:
@@ -127,7 +111,7 @@ def test_pictures_whose_names_begin_as_the_split_are_no_rows(tmp_path, qwen):
 @pytest.mark.parametrize("kind", ["WEBP", "BMP", "GIF", "TIFF"])
 def test_other_formats_become_png_without_loss(tmp_path, qwen, kind):
     options = {"lossless": True} if kind == "WEBP" else {}
-    data = converted(PNG, kind, **options)
+    data = pictured.encoded(Image.open(io.BytesIO(PNG)), kind, **options)
     (only,) = qwen.load(write(tmp_path / "rows.parquet", [row([data])]))
     (picture,) = pictures_of(only.prompt_ids)
     assert picture.startswith(b"\x89PNG")
@@ -229,7 +213,7 @@ def test_a_template_that_takes_content_in_parts_alone_is_given_text_in_parts(tmp
 
 
 def test_rows_at_fault_are_dropped_and_counted_by_reason(tmp_path, qwen, caplog):
-    flat = converted(pictured.drawing(800, 2, 0), "PNG")
+    flat = pictured.drawing(800, 2, 0)
     rows = [
         row([PNG], "Fine?"),
         row([PNG[:40]], "Cut off?"),
@@ -265,7 +249,7 @@ def test_what_a_server_would_refuse_in_the_run_is_dropped_before_it(tmp_path, ca
 @pytest.mark.parametrize("name", ["mask", "images"])
 def test_pictures_that_are_no_part_of_the_prompt_stay_encoded_too(tmp_path, qwen, tokenizer, name):
     feature = {"question": datasets.Value("string"), "answer": datasets.Value("string"), name: datasets.Image()}
-    rows = [row({"bytes": converted(PNG, "BMP"), "path": None}, "<image>?", name), row(None, "No?", name)]
+    rows = [row({"bytes": pictured.drawing(32, 24, 0, "BMP"), "path": None}, "<image>?", name), row(None, "No?", name)]
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list(rows, features=datasets.Features(feature)).to_parquet(path)
     left_out = qwen.config(path, "--dataset_image_column", "")

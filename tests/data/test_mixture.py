@@ -1,10 +1,10 @@
 """Several datasets as one: the file that lists them, the order of training, and a run with metrics for each."""
 
-import json
 import re
 
 import numpy as np
 import pytest
+from recorded import write_rows
 from trainer_runs import lines, options, plain_python
 
 from grpo.config.command_line import parse_arguments
@@ -26,17 +26,12 @@ LISTED = """
 """
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "sums").mkdir()
-    write(tmp_path / "sums/train.jsonl", SUMS)
-    write(tmp_path / "sums/test.jsonl", SUMS[:6])
-    write(tmp_path / "poems.jsonl", POEMS)
+    write_rows(tmp_path / "sums/train.jsonl", SUMS)
+    write_rows(tmp_path / "sums/test.jsonl", SUMS[:6])
+    write_rows(tmp_path / "poems.jsonl", POEMS)
     (tmp_path / "mix.yaml").write_text(LISTED)
     return tmp_path
 

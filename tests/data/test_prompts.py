@@ -10,6 +10,7 @@ from typing import ClassVar
 import pyarrow
 import pyarrow.parquet
 import pytest
+from recorded import write_rows
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -33,13 +34,7 @@ def config(name, *options) -> TrainerConfig:
 
 
 def write(path, rows=ROWS):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(autouse=True)
@@ -242,13 +237,6 @@ def test_a_prompt_of_white_space_is_none_unless_the_environment_says_something(t
         assert f"{len(rows) - len(kept)} of {len(rows)} rows dropped, without a prompt in 'question'" in caplog.text
 
 
-def test_a_dataset_of_which_no_row_is_left_is_refused(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"question": "Two and two?", "answer": None}, {"answer": "4"}])
-    reasons = "1 of 2 rows dropped, without a gold answer .*; 1 of 2 rows dropped, without a prompt in 'question'"
-    with pytest.raises(ConfigError, match=f"dataset_name='.*rows.jsonl': no row of split 'train' is left: {reasons}"):
-        load_examples(config(path), "train", tokenizer, progress=False)
-
-
 PICTURE = {"type": "image", "image": "a.png"}
 
 
@@ -262,10 +250,24 @@ def test_a_prompt_of_another_type_is_refused_with_its_row(tmp_path, tokenizer, p
         load_examples(config(path), "train", tokenizer, progress=False)
 
 
-def test_one_column_is_not_both_prompt_and_answer(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl")
-    with pytest.raises(ConfigError, match="dataset_answer_column='question': it is dataset_prompt_column too"):
-        load_examples(config(path, "--dataset_answer_column", "question"), "train", tokenizer, progress=False)
+BOTH = "dataset_answer_column='question': it is dataset_prompt_column too"
+DROPPED = (
+    "dataset_name='.*rows.jsonl': no row of split 'train' is left: 1 of 2 rows dropped, without a gold answer .*; "
+    "1 of 2 rows dropped, without a prompt in 'question'"
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "split", "reason"),
+    [
+        (ROWS, ["--dataset_answer_column=question"], "train", BOTH),
+        (ROWS, [], "test", "dataset_test_split='test': .*set eval_steps to 0"),  # a single file has none
+        ([{"question": "Why?", "answer": None}, {"answer": "4"}], [], "train", DROPPED),
+    ],
+)
+def test_a_file_that_gives_no_row_with_these_settings_is_refused(tmp_path, tokenizer, rows, options, split, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load_examples(config(write(tmp_path / "rows.jsonl", rows), *options), split, tokenizer, progress=False)
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "prompt_texts"])
@@ -345,11 +347,6 @@ def test_a_folder_has_splits_each_in_one_or_several_files(tmp_path, tokenizer):
         assert [example.gold for example in examples] == gold
     with pytest.raises(ConfigError, match=r"called test\.\* or test-\*\.\*; found .*: rename"):
         load_examples(config(tmp_path), "test", tokenizer, progress=False)
-
-
-def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
-    with pytest.raises(ConfigError, match="dataset_test_split='test': .*set eval_steps to 0"):
-        load_examples(config(write(tmp_path / "rows.jsonl")), "test", tokenizer, progress=False)
 
 
 @pytest.mark.parametrize(

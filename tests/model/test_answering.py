@@ -19,18 +19,9 @@ from grpo.trainer.inputs import warn_of_other_question
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 SYSTEM = "Be brief: \"one\" word,\n{{ no }} {% more %} \\ 'than' that — 🐸"
-TRAINED = {
-    "system_prompt": SYSTEM,
-    "chat_template_kwargs": {"enable_thinking": False},
-    "max_completion_length": 40,
-    "max_prompt_length": 300,
-    "temperature": 0.7,
-    "seed": 3,
-    "dataset_name": "my/data",
-    "dataset_config": "hard",
-    "dataset_prompt_column": "problem",
-    "dataset_answer_column": "solution",
-}
+TRAINED = {"system_prompt": SYSTEM, "chat_template_kwargs": {"enable_thinking": False}, "max_completion_length": 40}
+TRAINED |= {"max_prompt_length": 300, "temperature": 0.7, "seed": 3, "dataset_name": "my/data"}
+TRAINED |= {"dataset_config": "hard", "dataset_prompt_column": "problem", "dataset_answer_column": "solution"}
 
 
 @pytest.fixture(params=["whole", "adapter"])

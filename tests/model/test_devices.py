@@ -3,13 +3,11 @@ computed from its names and numbers."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, running_server
+from conftest import run_python, running_server
 
 from grpo.config.errors import ConfigError
 from grpo.model.devices import describe_shared_cards, is_out_of_memory, p2p_hint, take_device, wants_card
@@ -19,6 +17,7 @@ def test_what_is_out_of_memory():
     for error in (
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"),
+        torch.AcceleratorError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("NCCL error ... Last error:\nCuda failure 2 'out of memory'"),
@@ -81,7 +80,7 @@ def test_ranks_on_the_cpu_see_no_cards_whatever_the_launcher_names(monkeypatch):
 def test_a_card_that_torch_cannot_use_is_refused_and_not_replaced_by_the_cpu(model_folder, tmp_path):
     """No machine has so many cards."""
     environment = {"CUDA_VISIBLE_DEVICES": "9999", "DS_ACCELERATOR": ""}
-    with running_server(model_folder, tmp_path, environment=environment) as server:
+    with running_server(model_folder, tmp_path, environment=environment, awaited=False) as server:
         assert server.process.wait(60) == 2
     (line,) = [line for line in server.log.read_text().splitlines() if "error: " in line]
     assert line.startswith(f"ref_server.py: error: torch={torch.__version__}: it can use no card (")
@@ -131,8 +130,5 @@ except Exception as error:
     print(type(error).__name__, error)
 """
     environment = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "GPU-8d1f2ab4", "PYTHONPATH": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", ask], cwd=REPOSITORY, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True
-    )
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "ValueError" not in output and "GPU-8d1f2ab4" not in output
+    ended = run_python("-c", ask, environment=environment)
+    assert ended.returncode == 0 and "ValueError" not in ended.stdout and "GPU-8d1f2ab4" not in ended.stdout

@@ -12,7 +12,7 @@ import pytest
 from conftest import running_server, write_model
 from huggingface_hub import ModelCard
 from rounding import NO_KL
-from trainer_runs import run_ranks
+from trainer_runs import lines, run_ranks
 
 from demo.task import write_dataset
 
@@ -53,15 +53,14 @@ def cache_gsm8k(home: Path) -> None:
 def test_both_programs_find_their_defaults(hub, tmp_path):
     run = tmp_path / "run"
     with running_server(None, tmp_path, environment=hub) as server:
-        server.wait_ready()
         fewer = ["--max_steps", "1", "--max_completion_length", "16", "--ref_startup_timeout", "30"]
         where = ["--ref_servers", server.url, "--output_dir", str(run)]
         ended = run_ranks(2, "grpo_ref_split.py", *fewer, *where, environment=hub)
     assert ended.returncode == 0, ended.stdout
     assert "Qwen/Qwen2.5-1.5B-Instruct" in server.log.read_text()
-    before, first = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before, first = lines(run / "metrics.jsonl")
     assert before["eval_n"] == 8 and abs(first["kl"]) < NO_KL
-    sample = json.loads((run / "completions.jsonl").read_text().splitlines()[0])
+    sample = lines(run / "completions.jsonl")[0]
     assert sample["prompt"].startswith("<|im_start|>system\nYou are a helpful assistant.")
     completions = 48 * 8
     assert first["num_tokens"] > completions * first["completions/mean_length"]

@@ -15,7 +15,6 @@ from adapters import (
     TARGETS,
     by_hand,
     copied,
-    equal,
     exact,
     move,
     peft,
@@ -27,12 +26,12 @@ from adapters import (
     trainer,
     write_adapter,
 )
-from conftest import free_port, running_server
+from conftest import running_server
 from models import distance
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from safetensors.torch import load_file
 from step_worker import own_share, read_config
-from trainer_runs import lines, options, plain_python, run_ranks
+from trainer_runs import equal, lines, options, plain_python, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.command_line import parse_arguments
@@ -353,24 +352,6 @@ def test_what_is_known_before_loading_is_refused_by_then(model_folder, adapters,
 
 
 @pytest.mark.slow
-def test_two_ranks_without_a_server(adapters, data_folder, letters, tmp_path):
-    run, begin = tmp_path / "run", adapters["DoRA"]
-    settings = options(begin, data_folder, run, ref="adapter_off", use_peft=None, eval_steps=0, save_steps=2)
-    settings += ["--ref_servers", f"http://127.0.0.1:{free_port()}", "--gradient_checkpointing"]  # nobody is there
-    ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
-    assert ended.returncode == 0, ended.stdout
-    assert "ref is adapter_off: no reference server" in ended.stdout
-    rows = lines(run / "metrics.jsonl")
-    assert abs(rows[0]["kl"]) < NO_KL and rows[-1]["kl"] > 1e-6
-    assert all(row["time/ref_logprobs"] > 0 for row in rows)
-    for name in ("checkpoint-2", "model"):
-        model, began_with_adapter = policy(model=run / name)
-        assert began_with_adapter
-        first, last = trained(policy(model=begin)[0]).values(), trained(model).values()
-        assert not any(map(torch.equal, first, last))
-
-
-@pytest.mark.slow
 def test_with_a_server_the_kl_begins_at_0_from_a_new_adapter_and_from_an_old_one(
     server, model_folder, adapters, data_folder, letters, tmp_path
 ):
@@ -384,7 +365,6 @@ def test_with_a_server_the_kl_begins_at_0_from_a_new_adapter_and_from_an_old_one
 
     run("new", model_folder, server.url, "--lora_target_modules", "all-linear", "--use_rslora")
     with running_server(adapters["LoRA"], tmp_path) as served:
-        served.wait_ready()
         run("old", adapters["LoRA"], served.url, "--merge_on_save")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "old" / "model")
     base = AutoModelForCausalLM.from_pretrained(model_folder)

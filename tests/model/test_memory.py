@@ -1,13 +1,11 @@
 """The memory that --estimate computes, against models that are really loaded and peaks that are really measured."""
 
 import json
-import subprocess
-import sys
 
 import pictured
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -187,15 +185,11 @@ def test_the_page_has_the_table_of_cards():
     assert f"| {row} |" in (REPOSITORY / "docs/reference_server.md").read_text()
 
 
-def estimated(*options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "ref_server.py", "--estimate", *options]
-    return subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.slow
 def test_the_server_prints_it_for_a_folder_without_weights(tmp_path):
     CONFIGS["qwen2, tied"].save_pretrained(tmp_path)
-    done = estimated("--model_name_or_path", str(tmp_path), "--max_length", "2048", "--max_batch_tokens", "1024")
+    options = ["--model_name_or_path", tmp_path, "--max_length=2048", "--max_batch_tokens=1024"]
+    done = run_python("ref_server.py", "--estimate", *options)
     assert done.returncode == 0, done.stderr
     count = sum(parameter.numel() for parameter in on_meta(CONFIGS["qwen2, tied"], torch.float32).parameters())
     assert f"{count:,} parameters" in done.stdout
@@ -210,7 +204,7 @@ def test_another_model_is_refused_in_one_line(config, tmp_path):
     if config is not None:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
-    done = estimated("--model_name_or_path", str(folder))
+    done = run_python("ref_server.py", "--estimate", "--model_name_or_path", folder)
     assert done.returncode == 2 and not done.stdout
     [line] = done.stderr.strip().splitlines()
     assert line.startswith(f"ref_server.py: error: model_name_or_path='{folder}': ")

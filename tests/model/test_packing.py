@@ -36,20 +36,6 @@ def test_a_tree_says_what_each_segment_sees():
     assert [ends.tolist() for ends in tree.ends(torch.device("cpu"))] == [[0, 2, 4, 5, 6], [0, 2, 6, 9, 10]]
 
 
-@pytest.mark.parametrize("batcher", [PACKED, PADDED])
-def test_a_pad_token_inside_a_completion_is_a_token(batcher):
-    pad = eos = 0
-    batch = batcher.make([([1, pad], [eos]), ([2], [3, pad, eos])], "cpu")
-    assert batch.targets.tolist() == [eos, 3, pad, eos]
-
-
-@pytest.mark.parametrize("batcher", [PACKED, PADDED])
-def test_an_empty_completion_has_no_places(batcher):
-    batch = batcher.make([([1, 2], []), ([3], [6]), ([4], [])], "cpu")
-    assert batch.targets.tolist() == [6]
-    assert batch.input_ids.flatten()[batch.predicts].tolist() == [3]
-
-
 def test_equal_prompts_are_found_wherever_they_stand_and_whatever_holds_them():
     mixed = [([7, 8], [1, 2]), ([9], [3, 4]), (np.asarray([7, 8], np.int32), np.asarray([5, 6], np.int32))]
     batch = PACKED.make(mixed, "cpu")

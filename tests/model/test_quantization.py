@@ -8,7 +8,6 @@ from adapters import (
     CPU,
     by_hand,
     copied,
-    equal,
     exact,
     move,
     policy,
@@ -21,7 +20,7 @@ from adapters import (
 )
 from conftest import REPOSITORY
 from rounding import FEW_BITS, FORMULA, NETWORK, assert_rounded
-from trainer_runs import finish, lines, options, timeless, weights
+from trainer_runs import equal, finish, lines, options, timeless, weights
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import qwen
@@ -191,7 +190,8 @@ def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, t
     changes = dict(quantization="4bit", use_peft=None, ref="adapter_off", lora_target_modules="all-linear")
     changes |= dict(save_steps=2, eval_steps=0, learning_rate=1e-2, gradient_checkpointing="true")
     run = tmp_path / "run"
-    finish(2, [*options(model_folder, data_folder, run, **changes), *letters])
+    output = finish(2, [*options(model_folder, data_folder, run, **changes), *letters])
+    assert "ref is adapter_off: no reference server" in output
     rows = lines(run / "metrics.jsonl")
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 1e-6
     assert all(row["grad_norm"] > 0 for row in rows)

@@ -237,22 +237,10 @@ def test_positions_that_depend_on_a_batchs_longest_row_are_used_up_to_where_they
 
 
 def test_an_indexed_attention_is_used_as_far_as_it_sees_everything():
-    model = build(
-        DeepseekV32Config(
-            **{name: value for name, value in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 4},
-            moe_intermediate_size=24,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            **LATENT,
-            index_topk=12,
-            index_n_heads=2,
-            index_head_dim=16,
-            initializer_range=0.3,
-        )
-    )
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+    experts = dict(moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+    index = dict(index_topk=12, index_n_heads=2, index_head_dim=16, first_k_dense_replace=1, initializer_range=0.3)
+    model = build(DeepseekV32Config(**small, **experts, **LATENT, **index))
     batcher = make_batcher(model, 0)
     assert longest_sequence(model.config) == 12
     with pytest.raises(ConfigError, match=r"up to 12 \(index_topk\): lower one of them"):

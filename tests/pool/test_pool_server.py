@@ -1,27 +1,22 @@
 """The pool of rollouts over HTTP: in this process where the application is enough, else by real servers."""
 
-import io
 import json
 import os
 import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from urllib.parse import urlencode
-from wsgiref.util import setup_testing_defaults
 
 import pytest
 import requests
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from conftest import free_port, run_python, running_server
+from pools import BYTES, Pool
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load, save
 from servers import wait_until
@@ -32,87 +27,12 @@ from grpo.config.server import ServerConfig
 from grpo.pool import leases as leases_module
 from grpo.pool import pool_service as service_module
 from grpo.pool.database import PIECE_BYTES
-from grpo.pool.pool_service import PoolService
 from grpo.pool.protocol import GroupResult, Lease, Task, Version
 from grpo.pool.store import Recording
-from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.pool.task_tensors import decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
-from ref_server import make_app
 
-BYTES = {"Content-Type": "application/octet-stream"}
 TASKS = [Task(0, 0, 0, [7, 8]), Task(1, 0, 0, [9]), Task(2, 0, 1, [7])]
-
-
-class Pool:
-    """A pool's application in this process."""
-
-    def __init__(self, path):
-        self.path = path
-        self.start()
-        self.weights = {}  # SHA-256 of each version's weights, as put last
-
-    def start(self):
-        self.service = PoolService(ServerConfig(task="rollouts", pool_file=str(self.path)))
-        self.service.load()
-        self.app = make_app(self.service)
-
-    def ask(self, method, path, body=b"", headers=None, is_gone=lambda: False, **query) -> SimpleNamespace:
-        if path.islower() and not path.startswith("/"):
-            path = f"/v1/rollouts/{path}"
-        environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": urlencode(query)}
-        environ |= {"waitress.client_disconnected": is_gone, "REMOTE_ADDR": "127.0.0.1"}
-        if method == "POST":
-            environ |= {"CONTENT_LENGTH": str(len(body)), "wsgi.input": io.BytesIO(body)}
-        for name, value in (headers or {} if method == "GET" else headers or BYTES).items():
-            environ[name.upper().replace("-", "_") if name == "Content-Type" else f"HTTP_{name.upper()}"] = value
-        setup_testing_defaults(environ)
-        began = []
-        body = b"".join(self.app(environ, lambda line, headers, exc_info=None: began.extend((line, dict(headers)))))
-        answer = SimpleNamespace(status=int(began[0][:3]), headers=began[1], body=body)
-        if answer.status >= 400:
-            answer.refusal = answer.status, *json.loads(body)["error"].values()
-        return answer
-
-    def get(self, path, **rest):
-        return self.ask("GET", path, **rest)
-
-    def post(self, path, body=b"", **rest):
-        return self.ask("POST", path, body, **rest)
-
-    def put_file(self, data: bytes) -> None:
-        answer = self.post("files", data, sha256=sha(data), size=len(data), offset=0)
-        assert json.loads(answer.body) == {"received": len(data)}
-
-    def put_version(self, number: int, salt: int = 0) -> Version:
-        data = weights(number + salt)
-        self.put_file(data)
-        version = Version(number, sha(data), len(data), True, None, None, PROBE)
-        assert self.post("versions", version.to_json()).status == 200
-        self.weights[number] = version.sha256
-        return version
-
-    def lease(self, name="w", room=1, holds=(), wait=0.0, **rest) -> list[Task]:
-        answer = self.post("lease", Lease(name, room, [[*key] for key in holds], wait).to_json(), **rest)
-        assert answer.status == 200, answer.refusal
-        return decode_tasks(answer.body, RUN.vocab_size)
-
-    def results(self, *groups, name="w", weights=None) -> SimpleNamespace:
-        """Send groups as drawn by these weights, by default by those that are there."""
-        weights = self.weights if weights is None else weights
-        return self.post("results", encode_drawn(groups, weights.items()), worker=name)
-
-    def send(self, *groups, **rest) -> list[str]:
-        answer = self.results(*groups, **rest)
-        assert answer.status == 200, answer.refusal
-        return json.loads(answer.body)["results"]
-
-    def take(self, *keys, wait=0.0, **rest):
-        answer = self.post("groups", json.dumps({"groups": keys, "wait": wait}).encode(), **rest)
-        assert answer.status == 200, answer.refusal
-        return decode_drawn(answer.body)
-
-    def status(self) -> dict:
-        return json.loads(self.get("/status").body)
 
 
 @pytest.fixture
@@ -445,7 +365,6 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
     file = tmp_path / "run.sqlite"
     options = ["--task", "rollouts", "--pool_file", str(file)]
     with running_server(None, tmp_path, *options) as server:
-        server.wait_ready()
         assert "torch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         assert post(server, "run", RUN.to_json()).status_code == 200
         answered = []
@@ -461,13 +380,11 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         filling = threading.Thread(target=fill)
         filling.start()
         wait_until(lambda: len(answered) > 20)
-        words = [sys.executable, "ref_server.py", *options, "--port", str(free_port())]
-        second = subprocess.run(words, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        second = run_python("ref_server.py", *options, "--port", free_port(), timeout=60)
         assert second.returncode == 2 and f"error: pool_file={str(file)!r}: another pool writes to it" in second.stderr
         server.end(signal.SIGKILL)
         filling.join()
     with running_server(None, tmp_path, *options, port=server.port) as server:
-        server.wait_ready()
         shown = requests.get(f"{server.url}/status", timeout=5).json()
         assert shown["run"]["run"] == RUN.run and len(answered) <= shown["tasks"]["waiting"] <= len(answered) + 1
         # Long polls: one whose client goes, and one that the end of the server lets go.

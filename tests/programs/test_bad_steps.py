@@ -1,6 +1,5 @@
 """Steps whose loss or gradient is not finite: skipped, counted, kept, and after some in a row the end."""
 
-import math
 import re
 
 import pytest
@@ -8,8 +7,6 @@ from trainer_runs import finish, lines, one_line, options, plain_python
 
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
-from grpo.run.json_lines import read_record, to_json
-from grpo.run.recorder import Recorder
 
 ALONE = {"beta": 0.0, "eval_steps": 0}
 
@@ -142,19 +139,3 @@ def test_weights_that_one_update_has_ruined_are_not_saved(train, tmp_path):
     assert "logits are NaN" in error
     assert error.endswith("usable: lower learning_rate; no checkpoint was saved: begin again")
     assert not [*(tmp_path / "run").glob("checkpoint-*")]
-
-
-def test_what_is_not_finite_is_null_in_every_file(tmp_path):
-    bad = {"a": math.nan, "b": -math.inf, "c": 0.5, "d": "NaN"}
-    assert read_record(to_json({"step": 1, **bad}).encode()) == {"step": 1, "a": None, "b": None, "c": 0.5, "d": "NaN"}
-    recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=-1)
-    recorder.metrics(1, {"a": math.inf})
-    recorder.completions(1, "train", [bad])
-    for step in (1, 2):
-        recorder.bad_step(step, [bad, bad])
-    recorder.close()
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None}]
-    assert lines(tmp_path / "completions.jsonl")[0]["b"] is None
-    assert [row["step"] for row in lines(tmp_path / "bad_steps.jsonl")] == [1, 1, 2, 2]
-    Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=1).close()
-    assert [row["step"] for row in lines(tmp_path / "bad_steps.jsonl")] == [1, 1]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, run_python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -100,8 +100,7 @@ PRINTED = {
 @pytest.mark.rare
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs(name):
-    command = [sys.executable, "-m", f"benchmarks.{name}", *SMALL[name].split()]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    ended = run_python("-m", f"benchmarks.{name}", *SMALL[name].split(), timeout=500)
     assert ended.returncode == 0, ended.stderr
     assert all(words in ended.stdout for words in PRINTED[name])
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import datasets
 import pytest
 import trainer_runs
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, run_python
 from PIL import Image
 from processes import left_of, processes_below, wait_for_file
 from rounding import NO_KL
@@ -29,15 +29,9 @@ KINDS = {"text": (TEXT, []), "tools": (TOOLS, ["--tools"]), "vision": (VISION, [
 
 
 def start(folder, *options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "demo", "--folder", str(folder), *options],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-m", "demo", "--folder", str(folder), *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, start_new_session=True, **pipes)
 
 
 def run(folder, *options, seconds=580) -> str:
@@ -84,9 +78,8 @@ def built(tmp_path_factory):
 def test_the_demo_learns_with_the_shipped_seed_and_its_saved_model_has_the_accuracy_recorded(built, tmp_path):
     check("text", *built)
     folder, _ = built
-    command = [sys.executable, "-m", "grpo.evaluate", "--config", f"{folder}/run/config.yaml"]
-    command += ["--model", f"{folder}/run/model", "--output", str(tmp_path / "out"), "--num_generations_eval", "4"]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True)
+    words = ["--config", f"{folder}/run/config.yaml", "--model", f"{folder}/run/model", "--num_generations_eval=4"]
+    ended = run_python("-m", "grpo.evaluate", *words, "--output", tmp_path / "out")
     assert ended.returncode == 0, ended.stderr
     found, recorded = json.loads((tmp_path / "out/metrics.json").read_text()), lines(folder)[-1]
     for name in ("eval_accuracy", "eval_accuracy_se", "eval_n", "eval_format", "eval_completions/mean_length"):

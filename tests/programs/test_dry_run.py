@@ -41,20 +41,10 @@ def problems(tmp_path_factory) -> str:
 
 @pytest.fixture
 def given(weightless, problems, tmp_path) -> dict:
-    return {
-        "model_name_or_path": weightless,
-        "dataset_name": problems,
-        "output_dir": str(tmp_path / "run"),
-        "system_prompt": "",
-        "max_prompt_length": 96,
-        "max_completion_length": 24,
-        "num_generations": 4,
-        "prompts_per_step": 6,
-        "micro_batch_tokens": 200,
-        "eval_samples": 10,
-        "ref_servers": [f"http://127.0.0.1:{free_port()}"],
-        "report_to": ["none"],
-    }
+    settings = {"model_name_or_path": weightless, "dataset_name": problems, "output_dir": str(tmp_path / "run")}
+    settings |= {"system_prompt": "", "max_prompt_length": 96, "max_completion_length": 24, "num_generations": 4}
+    settings |= {"prompts_per_step": 6, "micro_batch_tokens": 200, "eval_samples": 10, "report_to": ["none"]}
+    return settings | {"ref_servers": [f"http://127.0.0.1:{free_port()}"]}
 
 
 def options(settings: dict) -> list[str]:

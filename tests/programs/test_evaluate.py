@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, run_python
 from processes import end_by_ctrl_c, left_of
 from trainer_runs import finish, lines
 from trainer_runs import options as trainer_options
@@ -26,14 +26,6 @@ def options(model_folder, data, **changes) -> list[str]:
     settings = {"model": model_folder, "dataset": data, "system_prompt": "", "max_prompt_length": 96}
     settings |= {"max_completion_length": 24, "eval_samples": 10, "sequences_per_generate": 4} | changes
     return [f"--{name}={value}" for name, value in settings.items()]
-
-
-HERE = {"cwd": REPOSITORY, "env": ENVIRONMENT, "text": True}
-PROGRAM = [sys.executable, "-m", "grpo.evaluate"]
-
-
-def run(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([*PROGRAM, *arguments], **HERE, capture_output=True, timeout=120)
 
 
 def result(folder) -> tuple[dict, list[dict]]:
@@ -168,8 +160,9 @@ def test_ctrl_c_ends_it_while_a_call_hangs(model_folder, data_folder, tmp_path, 
         settings, model = [f"--reward_funcs={file}:hang", "--reward_timeout=300"], model_folder
     else:
         settings, model = [f"--environment={file}:Shop", "--tool_timeout=300"], callers.write(tmp_path) / "model"
-    command = [*PROGRAM, *options(model, data_folder, eval_samples=1), *settings]
-    with subprocess.Popen(command, **HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", "grpo.evaluate", *options(model, data_folder, eval_samples=1), *settings]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, **pipes) as process:
         below = end_by_ctrl_c(process, begun)
         *_, last = process.stderr.read().splitlines()
     assert last.endswith("error: interrupted")
@@ -233,21 +226,6 @@ def test_a_single_file_is_taken_whole(main, capsys, model_folder, data_folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_process_finds(launch, model_folder, data_folder, tmp_path):
-    def arguments(name):
-        return options(model_folder, data_folder, num_generations_eval=4, output=tmp_path / name)
-
-    alone = run(*arguments("alone"))
-    assert alone.returncode == 0, alone.stderr
-    assert "Warning" not in alone.stderr and alone.stdout.count("on 10 problems of") == 1
-    ended = launch(2, "--module", "grpo.evaluate", *arguments("two"))
-    assert ended.returncode == 0, ended.stdout
-    assert "Warning" not in ended.stdout
-    assert ended.stdout.count("on 10 problems of") == 1
-    assert result(tmp_path / "two") == result(tmp_path / "alone")
-
-
-@pytest.mark.slow
 def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_folder, tmp_path):
     own = tmp_path / "own.py"  # a reward that random weights earn, so that they move
     own.write_text(
@@ -264,7 +242,7 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
     recorded = lines(tmp_path / "run/completions.jsonl")
 
     where = ["--config", str(tmp_path / "run/config.yaml"), "--output", str(tmp_path / "out")]
-    ended = run(*where, "--model", str(tmp_path / "run/model"))
+    ended = run_python("-m", "grpo.evaluate", *where, "--model", tmp_path / "run/model")
     assert ended.returncode == 0, ended.stderr
     metrics, completions = result(tmp_path / "out")
     assert metrics == {name: value for name, value in after.items() if name.startswith("eval_")}
@@ -273,13 +251,14 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
     assert [{"step": 1, "phase": "eval", **row} for row in greedy] == last and len(last) == 20
     assert [row["completion"] for row in greedy] != [row["completion"] for row in first], "the weights have moved"
 
-    refused = run("--model", str(tmp_path / "run/model"))
+    refused = run_python("-m", "grpo.evaluate", "--model", tmp_path / "run/model")
     assert refused.returncode == 2 and f"add --reward_funcs {own}:letters {own}:even, or others" in refused.stderr
 
     # A saved model knows how it was trained to answer, and a checkpoint too: nobody needs to say it again.
     for folder in ("model", "checkpoint-1"):
         out, extent = tmp_path / f"out of {folder}", [f"--{name}={value}" for name, value in held_out.items()]
-        same = run("--model", str(tmp_path / "run" / folder), *extent, f"--output={out}", *functions)
+        words = ["--model", tmp_path / "run" / folder, *extent, f"--output={out}", *functions]
+        same = run_python("-m", "grpo.evaluate", *words)
         assert same.returncode == 0, same.stderr
         assert f"asked as in training, by {tmp_path}/run/{folder}/grpo.yaml: system_prompt=''," in same.stderr
         assert result(out) == (metrics, completions)

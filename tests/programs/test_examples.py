@@ -5,14 +5,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import fields
 from importlib import import_module
 from itertools import islice
 
 import pytest
 import yaml
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 from trainer_runs import finish, lines, options, reference, timeless
 
 import examples.countdown.task as countdown
@@ -209,12 +208,10 @@ def test_a_query_can_only_read_and_not_for_long(query):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", prepare.EXAMPLES)
 def test_a_tiny_model_learns_the_task(name, tmp_path):
-    words = ["-m", "examples.prepare", name, "--folder", str(tmp_path)]
-    subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=ENVIRONMENT, check=True)
-    words = ["--config", f"examples/{name}/settings.yaml", "--output_dir", str(tmp_path / "run")]
-    words += ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
-    command = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "1", *words]
-    subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=True)
+    run_python("-m", "examples.prepare", name, "--folder", tmp_path, check=True, timeout=600)
+    words = ["--config", f"examples/{name}/settings.yaml", "--nproc_per_node", "1", "--output_dir", tmp_path / "run"]
+    words += ["--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "data"]
+    run_python("-m", "grpo.launch", *words, check=True, timeout=600)
     rewards = [row["reward"] for row in lines(tmp_path / "run/metrics.jsonl") if row["step"]]
     assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3, rewards
 

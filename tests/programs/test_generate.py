@@ -40,21 +40,10 @@ sys.exit(code)
 """
 
 
-@pytest.fixture
-def pool(tmp_path):
-    with running_pool(tmp_path) as server:
-        yield server
-
-
 def start(*options: str, script: tuple[str, ...] = ("generate.py",), environment: dict | None = None):
-    return subprocess.Popen(
-        [sys.executable, *script, *options],
-        cwd=REPOSITORY,
-        env={**ENVIRONMENT, **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    variables = ENVIRONMENT | (environment or {})
+    return subprocess.Popen([sys.executable, *script, *options], cwd=REPOSITORY, env=variables, **pipes)
 
 
 @pytest.mark.slow

@@ -2,14 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -160,9 +158,8 @@ def test_a_program_that_is_given_the_file_names_the_command(tmp_path):
 @pytest.mark.slow
 def test_the_command(tmp_path):
     write_gguf(tmp_path / "model.gguf", "llama", *make("llama"), "smollm")
-    command = [sys.executable, "-m", "grpo.import_gguf", "model.gguf", "folder"]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    codes = [subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True) for _ in range(2)]
+    place = {"folder": tmp_path, "environment": {"PYTHONPATH": str(REPOSITORY)}}
+    codes = [run_python("-m", "grpo.import_gguf", "model.gguf", "folder", **place) for _ in range(2)]
     assert [done.returncode for done in codes] == [0, 2], codes
     assert codes[0].stdout == "the model is in folder: --model_name_or_path folder\n"
     assert codes[1].stderr.splitlines()[-1].startswith("python -m grpo.import_gguf: error: folder='folder': it exists")

@@ -1,12 +1,8 @@
 """`grpo init`: the starting point is accepted and runs; other trainers' settings become ours, the rest is listed."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 from trainer_runs import finish, lines
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
@@ -68,14 +64,9 @@ TRANSLATED = {
         {
             **{"dataset_name": "hiyouga/math12k", "dataset_prompt_column": "problem", "max_completion_length": 2048},
             **{"advantage_estimator": "reinforce++", "beta": 0.01, "kl_estimator": "k3", "num_generations": 5},
-            **{
-                "prompts_per_step": 128,
-                "steps_per_generation": 4,
-                "eval_steps": 5,
-                "save_steps": 0,
-                "num_train_epochs": 15,
-            },
-            **{"save_total_limit": 3, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "learning_rate": 1e-6},
+            **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 5, "num_train_epochs": 15},
+            **{"save_steps": 0, "save_total_limit": 3, "learning_rate": 1e-6},
+            **{"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"},
         },
         ["worker.rollout.top_p (leave it out", "data.image_key (use dataset"],
     ),
@@ -111,10 +102,8 @@ TRANSLATED = {
 }
 
 
-def init(folder, *words) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "grpo", "init", *map(str, words)]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+def grpo(folder, *words):
+    return run_python("-m", "grpo", *words, folder=folder, environment={"PYTHONPATH": str(REPOSITORY)})
 
 
 def accepted(folder, monkeypatch) -> LaunchConfig:
@@ -126,7 +115,7 @@ def accepted(folder, monkeypatch) -> LaunchConfig:
 def test_other_trainers_settings_become_ours_and_the_rest_is_listed(trainer, tmp_path, monkeypatch):
     name, text, expected, left = TRANSLATED[trainer]
     (tmp_path / name).write_text(text)
-    done = init(tmp_path, "mine", "--from", trainer, name)
+    done = grpo(tmp_path, "init", "mine", "--from", trainer, name)
     assert done.returncode == 0, done.stderr
     written = (tmp_path / "mine/config.yaml").read_text()
     listed = written.partition("# Without a counterpart here:\n")[2]
@@ -136,14 +125,14 @@ def test_other_trainers_settings_become_ours_and_the_rest_is_listed(trainer, tmp
 
 
 def test_the_starting_point_is_accepted_and_nothing_is_overwritten(tmp_path, monkeypatch):
-    done = init(tmp_path)
+    done = grpo(tmp_path, "init")
     assert done.returncode == 0 and "next:  cd . && grpo launch --config config.yaml --dry_run" in done.stdout
     assert [len(lines(tmp_path / f"data/{split}.jsonl")) for split in ("train", "test")] == [64, 16]
     config = accepted(tmp_path, monkeypatch)
     assert config.reward_funcs == ["rewards.py:right_number", "rewards.py:brevity"] and not config.starts_server
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     (tmp_path / "config.yaml").unlink()
-    again = init(tmp_path)
+    again = grpo(tmp_path, "init")
     assert again.returncode == 2 and "it has rewards.py, data/train.jsonl, data/test.jsonl already" in again.stderr
     assert not (tmp_path / "config.yaml").exists()
     assert all(path.read_bytes() == before[path] for path in tmp_path.rglob("*.*"))
@@ -161,7 +150,7 @@ def test_the_starting_point_is_accepted_and_nothing_is_overwritten(tmp_path, mon
 def test_a_file_that_cannot_be_translated_is_refused_before_anything_is_written(words, message, tmp_path):
     (tmp_path / "broken.py").write_text("def (")
     (tmp_path / "empty.sh").write_text("echo hello\n")
-    done = init(tmp_path, "mine", "--from", *words)
+    done = grpo(tmp_path, "init", "mine", "--from", *words)
     assert done.returncode == 2 and message in done.stderr and not (tmp_path / "mine").exists()
 
 
@@ -186,24 +175,12 @@ def judge(folder, model_folder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("user", ["Burkov", "simple_GRPO", "TRL", "EasyR1"])
-def test_the_settings_of_four_users_train(user, tmp_path, monkeypatch, model_folder, data_folder, server):
+def test_the_settings_of_four_users_train(user, tmp_path, model_folder, data_folder, server):
     """As their files have them, but for model, data, lengths and prompts a step."""
     expected, data = ["correctness_reward"], data_folder
-    words = [
-        "--model_name_or_path",
-        model_folder,
-        "--ref_servers",
-        server.url,
-        "--prompts_per_step=2",
-        "--report_to=none",
-    ]
-    words += [
-        "--max_prompt_length=400",
-        "--max_completion_length=16",
-        "--eval_steps=0",
-        "--output_dir",
-        tmp_path / "run",
-    ]
+    words = [f"--model_name_or_path={model_folder}", f"--ref_servers={server.url}", f"--output_dir={tmp_path / 'run'}"]
+    words += ["--prompts_per_step=2", "--max_prompt_length=400", "--max_completion_length=16", "--eval_steps=0"]
+    words += ["--report_to=none"]
     if user in ("Burkov", "simple_GRPO"):
         file = REPOSITORY / f"configs/{user.lower()}.yaml"
         words += ["--max_steps=3", "--max_resample=1", "--temperature=1"]
@@ -211,16 +188,16 @@ def test_the_settings_of_four_users_train(user, tmp_path, monkeypatch, model_fol
     else:
         (tmp_path / "theirs").write_text(QUICK_START if user == "TRL" else EASYR1)
         theirs = (tmp_path / "theirs").rename(tmp_path / ("theirs.py" if user == "TRL" else "theirs.yaml"))
-        assert init(tmp_path, "mine", "--from", user.lower(), theirs).returncode == 0
+        assert grpo(tmp_path, "init", "mine", "--from", user.lower(), theirs).returncode == 0
         file = tmp_path / "mine/config.yaml"
     if user == "TRL":
         judge(tmp_path / "judge", model_folder)
         data, expected = tmp_path / "prompts.jsonl", ["judge"]
-        data.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(8)))
-        words += ["--reward_funcs", tmp_path / "judge"]
+        data.write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8)))
+        words += [f"--reward_funcs={tmp_path / 'judge'}"]
     elif user == "EasyR1":  # its 15 passes are a few steps here
         words += ["--dataset_prompt_column=question", "--reward_funcs", "correctness_reward", "--num_train_epochs=0.02"]
-    finish(1, list(map(str, ["--config", file, "--dataset_name", data, *words])))
+    finish(1, [f"--config={file}", f"--dataset_name={data}", *words])
     rows = lines(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(f"rewards/{name}/mean" in row for row in rows for name in expected)
@@ -229,12 +206,10 @@ def test_the_settings_of_four_users_train(user, tmp_path, monkeypatch, model_fol
 
 @pytest.mark.slow
 def test_the_starting_point_trains(tmp_path, model_folder):
-    assert init(tmp_path).returncode == 0
-    words = ["--model_name_or_path", model_folder, "--max_steps=2", "--eval_steps=2"]
-    words += ["--max_prompt_length=200", "--max_completion_length=8"]
-    command = [sys.executable, "-m", "grpo", "launch", "--config", "config.yaml", "--output_dir", "run", *words]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert grpo(tmp_path, "init").returncode == 0
+    words = ["--config", "config.yaml", "--output_dir", "run", "--model_name_or_path", model_folder, "--max_steps=2"]
+    words += ["--eval_steps=2", "--max_prompt_length=200", "--max_completion_length=8"]
+    done = grpo(tmp_path, "launch", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = lines(tmp_path / "run/metrics.jsonl")
     assert rows[-1]["step"] == 2 and "rewards/brevity/mean" in rows[-1] and "eval_accuracy" in rows[-1]

@@ -38,21 +38,16 @@ def test_a_server_is_started_where_one_is_asked_and_none_is_named(settings, star
     assert LaunchConfig(**settings).starts_server is starts
 
 
-def test_ranks_that_cannot_share_a_step_are_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="prompts_per_step=8"):
-        launch(LaunchConfig(prompts_per_step=8, nproc_per_node=3))
-
-
-def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
+def test_what_no_run_can_be_started_with_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match="output_dir=.*it holds a run"):
-        launch(LaunchConfig(output_dir=str(tmp_path)))
-
-
-@pytest.mark.parametrize("setting, value", [("estimate", True), ("task", "reward")])
-def test_settings_of_a_server_alone_are_refused(setting, value):
-    with pytest.raises(ConfigError, match=setting):
-        LaunchConfig(**{setting: value})
+    for settings, reason in (
+        ({"prompts_per_step": 8, "nproc_per_node": 3}, "prompts_per_step=8"),
+        ({"output_dir": str(tmp_path)}, "output_dir=.*it holds a run"),
+        ({"estimate": True}, "estimate"),  # of a server alone
+        ({"task": "reward"}, "task"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            launch(LaunchConfig(**settings))
 
 
 def begin(words: list[str]) -> subprocess.Popen:

@@ -177,17 +177,9 @@ def check_beta(rows: list[dict], beta: float) -> None:
 
 def test_a_step_whose_completions_are_all_cut_does_nothing(run, tmp_path):
     """Neither the weights nor what AdamW keeps of them nor the schedule moves, in the first step and in later ones."""
-    changes = {
-        "mask_truncated_completions": None,
-        "top_entropy_quantile": 0.5,
-        "prompts_per_step": 2,
-        "max_steps": 6,
-        "seed": 3,  # such a step first and at last, others between
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "cosine",
-        "save_steps": 1,
-        "save_total_limit": 0,
-    }
+    changes = {"mask_truncated_completions": None, "top_entropy_quantile": 0.5, "prompts_per_step": 2, "max_steps": 6}
+    changes |= {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "save_steps": 1, "save_total_limit": 0}
+    changes["seed"] = 3  # such a step first and at last, others between
     _, rows = run(**changes)
     masked = [row["completions/clipped_ratio"] == 1 for row in rows]
     assert masked[0] and not all(masked) and masked[-1]
@@ -238,16 +230,8 @@ def test_what_is_whitened_over_the_round_is_the_same_on_two_ranks(run, tmp_path)
 
 
 def test_a_greedy_completion_is_the_baseline_and_a_run_goes_on_bit_for_bit(run, model_folder, tmp_path):
-    changes = {
-        "reward": "picky",
-        "advantage_estimator": "remax",
-        "num_generations": 3,
-        "max_resample": 12,
-        "steps_per_generation": 2,
-        "max_steps": 4,
-        "save_steps": 1,
-        "save_total_limit": 0,
-    }
+    changes = {"reward": "picky", "advantage_estimator": "remax", "num_generations": 3, "max_resample": 12}
+    changes |= {"steps_per_generation": 2, "max_steps": 4, "save_steps": 1, "save_total_limit": 0}
     _, rows = run(**changes)
     # Where a prompt's completions all earn nothing, the greedy one too, there is no signal.
     assert all(row["grad_norm"] > 0 == row["frac_reward_zero_std"] for row in rows)
@@ -267,19 +251,10 @@ def test_a_greedy_completion_is_the_baseline_and_a_run_goes_on_bit_for_bit(run, 
 
 
 def test_many_options_at_once_and_the_settings_kept_of_a_run_start_the_same_again(run, tmp_path):
-    _, rows = run(
-        loss_type="cispo",
-        num_iterations=2,
-        max_steps=4,
-        soft_punish_cache=10,
-        mask_truncated_completions=None,
-        importance_sampling_mode="sequence_truncate",
-        off_policy_mask_threshold=0.01,
-        top_entropy_quantile=0.5,
-        entropy_coef=0.01,
-        scale_rewards="batch",
-        max_completion_length=60,
-    )
+    changes = {"loss_type": "cispo", "num_iterations": 2, "max_steps": 4, "soft_punish_cache": 10}
+    changes |= {"mask_truncated_completions": None, "importance_sampling_mode": "sequence_truncate"}
+    changes |= {"off_policy_mask_threshold": 0.01, "top_entropy_quantile": 0.5, "entropy_coef": 0.01}
+    _, rows = run(**changes, scale_rewards="batch", max_completion_length=60)
     for row in rows:
         parts = [row["rewards/letters/mean"], row["rewards/soft_overlong_punishment/mean"]]
         assert row["reward"] == pytest.approx(sum(parts)) and -1 <= parts[1] <= 0

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, run_python
 from trainer_runs import lines, options
 
 from grpo import __version__
@@ -76,5 +76,5 @@ def test_every_command_has_help_and_calls_itself_by_its_name(installed, command)
 
 
 def test_a_command_that_there_is_not_is_refused_with_those_that_there_are():
-    done = subprocess.run([sys.executable, "-m", "grpo", "trian"], env=ENVIRONMENT, capture_output=True, text=True)
+    done = run_python("-m", "grpo", "trian")
     assert done.returncode == 1 and "trian: no such command: choose from " in done.stderr

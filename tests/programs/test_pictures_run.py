@@ -1,13 +1,12 @@
 """A run of a vision-language model, server and trainer: it begins at a KL of 0, and killed it goes on bit for bit."""
 
-import json
-
 import pictured
 import pytest
 import torch
 from altered_trainer import killed_at
 from conftest import running_server
 from PIL import Image
+from recorded import write_rows
 from rounding import NO_KL
 from trainer_runs import check_alike, finish, options, timeless, training, weights, went_on
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -40,7 +39,7 @@ def words(tmp_path_factory, letters):
             question = "<image> or ".join(["Which?"] * len(sizes)) if sizes else "How many are two and two?"
             question = "<image>" * len(sizes) + question.replace("<image>", "")
             rows.append({"question": f"{number}: {question}", "answer": f"#### {number}", "images": files})
-        (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(data / f"{split}.jsonl", rows)
 
     def make(run, url: str) -> list[str]:
         changes = {"max_steps": 4, "save_steps": 1, "eval_steps": 0, "steps_per_generation": 2, "num_iterations": 1}
@@ -57,7 +56,6 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(words, tmp_p
     runs = tmp_path / "undisturbed", tmp_path / "killed"
     flags = ["--deterministic", "true", "--max_pixels", str(MAX_PIXELS)]
     with running_server(words.model, tmp_path, *flags) as server:
-        server.wait_ready()
         finish(1, words(runs[0], server.url))
         with training(1, words(runs[1], server.url), *killed_at("grpo.trainer.step:update:after:4")) as process:
             process.communicate(timeout=120)

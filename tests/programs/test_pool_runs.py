@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from altered_trainer import killed_at
-from models import by_hand
-from pool_runs import Worker, drawn, pool, workers
+from pools import Worker, drawn, running_pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
-from servers import status, wait_until
+from servers import exact, status, wait_until
 from trainer_runs import (
     check_weights,
     finish,
@@ -32,7 +31,6 @@ from trainer_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from grpo.pool.client import PoolClient
 from grpo.pool.store import Recording
 
 pytestmark = pytest.mark.slow
@@ -70,8 +68,7 @@ def check_same(run: Path, expected: Path) -> None:
 @contextmanager
 def drawing(folder: Path, *names: str):
     """A ready pool with workers."""
-    with pool(folder) as served, workers(served.url, folder, *names):
-        served.wait_ready()
+    with running_pool(folder) as served, workers(served.url, folder, *names):
         yield served
 
 
@@ -94,19 +91,6 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
     assert_rounded(distances, [0.0, 0.0])
 
 
-def test_of_an_adapter_workers_draw_the_same_and_a_version_has_its_bytes_alone(words, tmp_path):
-    changes = {"use_peft": None, "lora_target_modules": "all-linear", "learning_rate": 1e-2, "max_steps": 2}
-    changes |= {"save_steps": 0, "importance_sampling_mode": "none"}
-    finish(2, words(tmp_path / "own", **changes))
-    with drawing(tmp_path, "a") as served:
-        finish(2, words(tmp_path / "run", sampler="pool", pool=served.url, **changes))
-        versions = PoolClient(served.url).versions()
-    check_same(tmp_path / "run", tmp_path / "own")
-    adapter = (tmp_path / "run/model/adapter_model.safetensors").stat().st_size
-    assert len(versions) == 2 and all(abs(version.size - adapter) < 5000 for version in versions)
-    assert not (tmp_path / "run/policy").exists()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(words, tmp_path_factory):
     """A folder with a run of lag 1 whose pool and workers nobody ends, all its checkpoints, and its pool's file."""
@@ -124,31 +108,26 @@ def test_a_round_is_drawn_by_the_policy_of_the_round_before_and_by_no_other(undi
     """By plain transformers in float64, with the weights of each checkpoint."""
     folders = [model_folder, *(undisturbed / f"run/checkpoint-{step}" for step in range(1, STEPS))]
     policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
-    recording = Recording(str(undisturbed / "pool.sqlite"))
+    recording = Recording(str(undisturbed / "run.sqlite"))
     for key in [(group, attempt) for group, attempt, *_ in drawn(undisturbed)]:
         task, group = recording.find(key)
         now = task.group // 4  # a round is a step of four groups
         assert task.version == max(0, now - 1) and group.versions[0][0] == task.version
         for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
-            right, newer = (logprobs_of(policies[version], task.prompt_ids, ids) for version in (task.version, now))
+            right, newer = (exact(policies[version], task.prompt_ids, [ids]) for version in (task.version, now))
             assert_rounded(logprobs, right)
             assert now == 0 or (newer - torch.tensor(logprobs)).abs().max() > 1e-3
     assert [row["sampling/policy_lag"] for row in timeless(undisturbed / "run")] == [0, *[1] * (STEPS - 1)]
 
 
-def logprobs_of(policy, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return by_hand(policy, [(prompt, completion)], 1.0)[0]
-
-
 def test_a_replay_needs_no_pool_and_ends_with_the_same_bits(words, undisturbed, tmp_path):
-    before = (undisturbed / "pool.sqlite").read_bytes()
-    finish(2, words(tmp_path / "run", replay=undisturbed / "pool.sqlite", **LAG))
+    before = (undisturbed / "run.sqlite").read_bytes()
+    finish(2, words(tmp_path / "run", replay=undisturbed / "run.sqlite", **LAG))
     check_same(tmp_path / "run", undisturbed / "run")
-    assert (undisturbed / "pool.sqlite").read_bytes() == before
-    ended = plain_python(*words(tmp_path / "other", replay=undisturbed / "pool.sqlite", seed=1, **LAG))
+    assert (undisturbed / "run.sqlite").read_bytes() == before
+    ended = plain_python(*words(tmp_path / "other", replay=undisturbed / "run.sqlite", seed=1, **LAG))
     assert ended.returncode == 2
-    refusal = f"replay='{undisturbed / 'pool.sqlite'}': it is of run run, which had another model"
+    refusal = f"replay='{undisturbed / 'run.sqlite'}': it is of run run, which had another model"
     assert refusal in one_line(ended.stdout)
 
 
@@ -169,19 +148,18 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
     assert all(rows[row[:2]] == row for row in before if row[-1])
     folders = [model_folder, *(tmp_path / f"run/checkpoint-{step}" for step in range(1, 4))]
     policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
-    recording, ages = Recording(str(tmp_path / "pool.sqlite")), set()
+    recording, ages = Recording(str(tmp_path / "run.sqlite")), set()
     for key in rows:
         task, group = recording.find(key)
         now = task.group // 4  # a round is a step of four groups
         for ids, logprobs, versions in zip(group.completions, group.logprobs, group.versions, strict=True):
             (version,) = {*versions}  # this engine changes weights between groups
-            right = logprobs_of(policies[version], task.prompt_ids, ids)
             assert max(0, now - 2) <= version
-            assert_rounded(logprobs, right)
+            assert_rounded(logprobs, exact(policies[version], task.prompt_ids, [ids]))
             ages.add(now - version)
     assert len(ages) > 1 and max(ages) <= 2
     assert all(0 <= row["sampling/policy_lag"] <= 2 for row in timeless(tmp_path / "run"))
-    finish(1, words(tmp_path / "again", replay=tmp_path / "pool.sqlite", **rolling))
+    finish(1, words(tmp_path / "again", replay=tmp_path / "run.sqlite", **rolling))
     check_same(tmp_path / "again", tmp_path / "run")
 
 
@@ -207,8 +185,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_n
 def test_with_a_lag_another_pools_file_is_refused(words, undisturbed, tmp_path):
     ended_run = shutil.ignore_patterns("model", f"checkpoint-{STEPS}")
     shutil.copytree(undisturbed / "run", tmp_path / "run", ignore=ended_run)
-    with pool(tmp_path) as served:
-        served.wait_ready()
+    with running_pool(tmp_path) as served:
         settings = words(tmp_path / "run", pool=served.url, resume_from_checkpoint="last", **LAG)
         ended = run_ranks(2, "grpo_ref_split.py", *settings)
     assert ended.returncode == 1
@@ -217,8 +194,7 @@ def test_with_a_lag_another_pools_file_is_refused(words, undisturbed, tmp_path):
 
 
 def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on(words, tmp_path):
-    with pool(tmp_path) as served:
-        served.wait_ready()
+    with running_pool(tmp_path) as served:
         ended = plain_python(*words(tmp_path / "run", sampler="pool", pool=served.url, pool_deadline=6))
     assert ended.returncode == 1
     waits = re.findall(r"round 0: waiting since \d s: 0 of 4 groups are drawn; (.*)", ended.stdout)
@@ -228,8 +204,7 @@ def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on
 
 
 def test_a_signal_ends_a_wait_for_workers_also_where_the_pool_has_gone(words, tmp_path):
-    with pool(tmp_path) as served:
-        served.wait_ready()
+    with running_pool(tmp_path) as served:
         process = start(*words(tmp_path / "run", sampler="pool", pool=served.url))
         wait_until(lambda: status(served)["rounds"] or process.poll() is not None, seconds=60)
         served.end()
@@ -244,7 +219,7 @@ def check_survives(kinds: list[str], seed: str, words, undisturbed: Path, folder
     the run leaves with the undisturbed run's."""
     chance, killed = random.Random(seed), []
     with ExitStack() as running:
-        served = running.enter_context(pool(folder))
+        served = running.enter_context(running_pool(folder, awaited=False))
         crew = running.enter_context(workers(served.url, folder, "a", "b", "c"))
         settings = words(folder / "run", pool=served.url, resume_from_checkpoint="last", **LAG)
         kinds = [*kinds]
@@ -256,7 +231,7 @@ def check_survives(kinds: list[str], seed: str, words, undisturbed: Path, folder
                     if kind == "pool":
                         served.end()
                         time.sleep(chance.uniform(0, 1))
-                        served = running.enter_context(pool(folder, served.port))
+                        served = running.enter_context(running_pool(folder, port=served.port, awaited=False))
                     elif kind == "worker":
                         worker = crew.pop(chance.randrange(len(crew)))
                         worker.end()

@@ -2,14 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 from altered_trainer import killed_at
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 from engine_worker import DTYPES, SHIPPED
 from rounding import FORMULA, assert_rounded
 from torch import nn
@@ -26,10 +24,8 @@ from grpo.trainer.deepspeed_engine import keep_gradients_apart
 def found(model_folder, data_folder, tmp_path_factory) -> dict:
     """What engine_worker.py found in one process."""
     out = tmp_path_factory.mktemp("engine") / "found.pt"
-    command = [sys.executable, "tests/engine_worker.py", *map(str, (model_folder, data_folder, out))]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, timeout=300, **pipes)
-    assert ended.returncode == 0, ended.stdout
+    ended = run_python("tests/engine_worker.py", model_folder, data_folder, out, timeout=300)
+    assert ended.returncode == 0, ended.stderr
     return torch.load(out, weights_only=False)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import requests
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python, running_server
 from faulty_server import break_passes, code_for, collect_no_garbage, hold_loading, hold_passes, lower_limits
 from rounding import FORMULA, assert_rounded
 from servers import exact, holding_server, refusal, status, wait_for_requests, wait_until
@@ -115,7 +115,6 @@ def limited(model_folder, tmp_path_factory):
     options = ["--max_queue_tokens", "2000", "--max_length", "501", "--log_level", "debug"]
     options += ["--token_file", str(folder / "token")]
     with running_server(model_folder, folder, *options, code=code_for(lower_limits, 1 << 20, 3)) as server:
-        server.wait_ready()
         yield server
 
 
@@ -176,7 +175,6 @@ def test_refused_requests_leave_nothing_in_memory(model_folder, tmp_path):
     good, large = request(2_000_000), request(2_004_000)  # half of the queue, and more
     code = code_for(collect_no_garbage) + code_for(hold_passes, str(tmp_path / "go"))
     with running_server(model_folder, tmp_path, code=code) as server, ThreadPoolExecutor() as pool:
-        server.wait_ready()
 
         def send(body: bytes) -> requests.Response:
             return requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
@@ -276,7 +274,8 @@ def test_more_requests_than_places_are_told_to_come_back_and_health_stays_quick(
 
 @pytest.mark.slow
 def test_503_while_loading_and_a_signal_then_ends_it_at_once(model_folder, tmp_path):
-    with running_server(model_folder, tmp_path, code=code_for(hold_loading, str(tmp_path / "never"))) as server:
+    code = code_for(hold_loading, str(tmp_path / "never"))
+    with running_server(model_folder, tmp_path, code=code, awaited=False) as server:
 
         def health() -> requests.Response | None:
             with suppress(requests.ConnectionError):
@@ -331,7 +330,6 @@ def test_what_ends_a_server_that_drains(model_folder, tmp_path, kind):
 @pytest.mark.slow
 def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(model_folder, tmp_path):
     with running_server(model_folder, tmp_path, code=code_for(break_passes)) as server:
-        server.wait_ready()
         for token, expected, words in (
             (400, (500, "internal"), "token 400 hurts"),
             (402, (507, "out_of_memory"), "2 tokens does not fit"),
@@ -357,8 +355,7 @@ def test_what_cannot_be_served_is_said_in_one_line(server, model_folder, tmp_pat
         ("--host", "192.0.2.1", "--token_file", str(tmp_path / "token")): "choose another host",
     }
     for options, complaint in cases.items():
-        command = [sys.executable, "ref_server.py", *options]
-        ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        ended = run_python("ref_server.py", *options, timeout=60)
         assert ended.returncode == 2
         assert complaint in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
 
@@ -372,7 +369,6 @@ def test_a_server_that_runs_out_of_memory_goes_on_with_smaller_batches(tmp_path,
     AutoModelForCausalLM.from_config(wide).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with running_server(folder, tmp_path, "--max_batch_tokens", "32768") as server:
-        server.wait_ready()
         assert ask(server, [5], [[6] * 500]).status_code == 200
         memory = Path(f"/proc/{server.process.pid}/status").read_text()
         limit = (int(memory.split("VmSize:")[1].split()[0]) << 10) + (150 << 20)

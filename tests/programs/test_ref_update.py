@@ -213,7 +213,6 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
     monkeypatch.setattr(http, "PIECE_BYTES", 20_000)
     with ExitStack() as servers:
         first = servers.enter_context(open_server(model_folder, tmp_path))
-        first.wait_ready()
         between = servers.enter_context(proxy(first.port))
         client, updates = servers.enter_context(updated_by([between.url], policy, tokenizer, tmp_path / "run"))
         between.plan = lambda: Plan(delay=0.2)
@@ -224,7 +223,7 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
             first.end(signal.SIGKILL)
             between.plan = Plan
             assert not list((tmp_path / "new").iterdir())
-            servers.enter_context(open_server(model_folder, tmp_path, port=first.port)).wait_ready()
+            servers.enter_context(open_server(model_folder, tmp_path, port=first.port))
 
         killer = threading.Thread(target=kill)
         killer.start()
@@ -242,7 +241,6 @@ def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_bac
     caplog.set_level("INFO")
     with ExitStack() as servers:
         stays, dies = (servers.enter_context(open_server(model_folder, tmp_path)) for _ in range(2))
-        stays.wait_ready(), dies.wait_ready()
         urls = [stays.url, dies.url]
         client, updates = servers.enter_context(updated_by(urls, policy, tokenizer, tmp_path / "run"))
         # As on the other ranks: it is told of the update and sends nothing.
@@ -258,14 +256,12 @@ def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_bac
             check_answers(rank_client, policy)
 
         # It is back with its first weights, and takes none: it must never be asked, or not believed.
-        with running_server(model_folder, tmp_path, port=dies.port) as closed:
-            closed.wait_ready()
+        with running_server(model_folder, tmp_path, port=dies.port):
             wait_until(lambda: "it runs without --update_folder" in caplog.text)
             for rank_client in (client, other_rank):
                 check_answers(rank_client, policy)
             wait_until(lambda: "has missed an update of the reference" in other_rank.balancer.servers[1].last_outcome)
         with open_server(model_folder, tmp_path, port=dies.port) as back:
-            back.wait_ready()
             wait_until(lambda: describe_of(back) == client.connection.fingerprint)
             stays.end(signal.SIGKILL)
             for rank_client in (client, other_rank):
@@ -347,7 +343,6 @@ def test_a_kl_begins_anew_with_each_update_and_a_server_killed_between_two_chang
     def run(name: str, is_killed: bool) -> str:
         with ExitStack() as servers:
             server = servers.enter_context(open_server(model_folder, tmp_path, "--deterministic", "true"))
-            server.wait_ready()
             settings = options(model_folder, data_folder, tmp_path / name, ref_servers=server.url, **changes)
             with training(2, [*settings, *letters]) as process:
                 if is_killed:

@@ -20,7 +20,7 @@ import PIL.Image
 import psutil
 import pytest
 from altered_trainer import altered, killed_at
-from encoded import encoded
+from pictured import encoded
 from processes import left_of, processes_below, ranks_of
 from rounding import NO_KL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -148,14 +148,8 @@ def test_after_a_full_disk_or_damage_the_run_goes_on_from_the_checkpoint_before(
     check_same(run, undisturbed(2, "full"))
 
 
-SIGNALS = [
-    ("all", signal.SIGINT),
-    ("the launcher", signal.SIGTERM),
-    ("all", signal.SIGTERM),
-    ("one rank", signal.SIGTERM),
-    ("the launcher", signal.SIGINT),
-    ("all", signal.SIGHUP),
-]
+SIGNALS = [("all", signal.SIGINT), ("the launcher", signal.SIGTERM), ("all", signal.SIGTERM)]
+SIGNALS += [("one rank", signal.SIGTERM), ("the launcher", signal.SIGINT), ("all", signal.SIGHUP)]
 
 
 @pytest.mark.slow

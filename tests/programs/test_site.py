@@ -1,21 +1,20 @@
-"""The documentation as a site, built strictly: a broken link or a page that the navigation lacks fails."""
+"""The documentation as a site, built strictly: a broken link or a page that the navigation lacks fails. What
+docs/troubleshooting.md names is there."""
 
-import os
-import subprocess
-import sys
+import re
 from dataclasses import fields
 
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, run_python
 
 from grpo.config.programs import PROGRAMS
 
+PAGE = (REPOSITORY / "docs/troubleshooting.md").read_text()
+SOURCES = [*REPOSITORY.glob("*.py"), REPOSITORY / "ds_config.json", *REPOSITORY.glob("grpo/**/*.py")]
+
 
 def test_the_site_is_built_with_every_setting_and_every_file_that_a_page_links_to(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "site/mkdocs.yml"]
-    environment = ENVIRONMENT | {"NO_MKDOCS_2_WARNING": "1", "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        [*command, "--site-dir", tmp_path], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-    )
+    words = ["--strict", "--config-file", "site/mkdocs.yml", "--site-dir", tmp_path]
+    done = run_python("-m", "mkdocs", "build", *words, environment={"NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     settings = (tmp_path / "settings/index.html").read_text()
     missing = {field.name for program in PROGRAMS for field in fields(program)}
@@ -25,3 +24,19 @@ def test_the_site_is_built_with_every_setting_and_every_file_that_a_page_links_t
     assert all((tmp_path / name / "index.html").is_file() for name in pages)
     assert (tmp_path / "files/configs/dapo.yaml").read_text() == (REPOSITORY / "configs/dapo.yaml").read_text()
     assert 'href="data/"' in (tmp_path / "index.html").read_text()
+
+
+def test_settings_and_metrics_of_the_page_are_real():
+    words = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
+    prose = re.sub(r"```.*?```", "", PAGE[: PAGE.index("## Messages")], flags=re.DOTALL)
+    named = {*re.findall(r"`-*([a-z0-9_]+(?:/[a-z_]+)*)`", prose)}
+    assert len(named) > 60
+    parts = {re.sub("^(grpo_ref|peak)_", "", part) for name in named for part in name.split("/")}
+    assert not parts - words
+
+
+def test_links_within_the_page_lead_somewhere():
+    heads = re.findall(r"^#+ (.*)", PAGE, re.MULTILINE)
+    places = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+    assert len(places) == len(set(places))
+    assert not {*re.findall(r"\]\(#([^)]*)\)", PAGE)} - {*places}

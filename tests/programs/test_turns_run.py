@@ -3,29 +3,17 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import callers
 import pytest
 from altered_trainer import killed_at
-from conftest import ENVIRONMENT, REPOSITORY, running_server
-from pool_runs import Worker, drawn, pool
+from conftest import run_python, running_server
+from pools import Worker, running_pool
+from recorded import write_rows
 from rounding import NO_KL
 from servers import status, wait_until
-from trainer_runs import (
-    check_alike,
-    check_weights,
-    finish,
-    lines,
-    options,
-    run_ranks,
-    start,
-    timeless,
-    training,
-    went_on,
-)
+from trainer_runs import check_alike, check_weights, finish, lines, options, start, timeless, training, went_on
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +22,9 @@ pytestmark = pytest.mark.slow
 def shop(tmp_path_factory):
     """A folder with a model that calls tools, tools.py, and data."""
     folder = callers.write(tmp_path_factory.mktemp("shop"))
-    (folder / "data").mkdir()
     for split, count in (("train", 24), ("test", 10)):
         rows = [{"question": f"{n}: how much is a pen?", "answer": "7" * (n % 3 + 1)} for n in range(count)]
-        (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"data/{split}.jsonl", rows)
     return folder
 
 
@@ -47,20 +34,10 @@ def run(shop, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     def words(name: str, **changes) -> list[str]:
-        settings = {
-            "max_steps": 4,
-            "save_steps": 1,
-            "eval_steps": 4,
-            "steps_per_generation": 2,
-            "max_completion_length": 160,
-            "max_prompt_length": 400,
-            "sequences_per_generate": 6,
-            "reward_funcs": f"{shop}/tools.py:cheap",
-            "max_tool_calling_iterations": 3,
-            "report_to": "none",
-            "resume_from_checkpoint": "last",
-            "ref_deadline": 120,
-        }
+        settings = {"max_steps": 4, "save_steps": 1, "eval_steps": 4, "steps_per_generation": 2, "report_to": "none"}
+        settings |= {"max_completion_length": 160, "max_prompt_length": 400, "sequences_per_generate": 6}
+        settings |= {"reward_funcs": f"{shop}/tools.py:cheap", "max_tool_calling_iterations": 3}
+        settings |= {"resume_from_checkpoint": "last", "ref_deadline": 120}
         return options(shop / "model", shop / "data", folder / name, **settings | changes)
 
     words.of = folder.joinpath
@@ -69,7 +46,6 @@ def run(shop, tmp_path_factory):
 
 def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, tmp_path):
     with running_server(shop / "model", tmp_path, "--deterministic", "true") as server:
-        server.wait_ready()
         changes = {"environment": f"{shop}/tools.py:Shop", "beta": 0.1, "ref_servers": server.url}
         undisturbed, killed = run("undisturbed", **changes), run("killed", **changes)
         finish(1, undisturbed)
@@ -108,8 +84,7 @@ def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run
     shared |= {"environment": f"{shop}/tools.py:Shop"}
     finish(1, run("own", **shared))
     mine = "--environment", shared["environment"]
-    with pool(tmp_path) as served, ExitStack() as running:
-        served.wait_ready()
+    with running_pool(tmp_path) as served, ExitStack() as running:
         process = start(*run("drawn", sampler="pool", pool=served.url, **shared))
         running.callback(process.kill)
         workers = [Worker(served.url, tmp_path, "none"), Worker(served.url, tmp_path, "a", *mine)]
@@ -130,44 +105,15 @@ def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run
     assert rows[-1]["completions/mean_turns"] > 1
 
 
-@pytest.mark.rare
-def test_rounds_ahead_are_the_same_after_a_kill_and_in_a_replay(shop, run, tmp_path):
-    shared = {"beta": 0, "eval_steps": 0, "steps_per_generation": 1, "sampler": "pool", "max_policy_lag": 1}
-    shared |= {"environment": f"{shop}/tools.py:Shop"}
-    for name in ("quiet", "struck"):
-        (tmp_path / name).mkdir()
-        with pool(tmp_path / name) as served, ExitStack() as running:
-            served.wait_ready()
-            worker = Worker(served.url, tmp_path / name, "a", "--environment", shared["environment"])
-            running.callback(worker.end)
-            words = run(name, pool=served.url, **shared)
-            if name == "struck":
-                moment = "grpo.trainer.publish_policy:PoolRun.publish:before:3"
-                killed = run_ranks(1, *killed_at(moment), *words)
-                assert killed.returncode == -signal.SIGKILL, killed.stdout
-            finish(1, words)
-    finish(1, run("again", replay=tmp_path / "quiet/pool.sqlite", **shared))
-    assert drawn(tmp_path / "quiet") == drawn(tmp_path / "struck")
-    rows = timeless(run.of("quiet"))
-    assert timeless(run.of("struck")) == rows == timeless(run.of("again"))
-    assert rows[-1]["sampling/policy_lag"] == 1 and rows[-1]["completions/mean_turns"] > 1
-
-
 def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
     tools = f"{shop}/tools.py:price"
     finish(2, run("two ranks", tools=tools, beta=0))
     model = run.of("two ranks", "model")
     evaluated = lines(run.of("two ranks", "metrics.jsonl"))[-1]
 
-    def program(name: str, *words: str, text: str = "") -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", f"grpo.{name}", "--model", str(model), *words]
-        return subprocess.run(
-            command, cwd=REPOSITORY, env=ENVIRONMENT, input=text, capture_output=True, text=True, timeout=120
-        )
-
     output = run.of("evaluation")
-    words = ["--tools", tools, "--reward_funcs", f"{shop}/tools.py:cheap", "--output", str(output)]
-    done = program("evaluate", *words)
+    words = ["--model", model, "--tools", tools, "--reward_funcs", f"{shop}/tools.py:cheap", "--output", output]
+    done = run_python("-m", "grpo.evaluate", *words)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((output / "metrics.json").read_text())
     assert f"calls of tools, greedy         {metrics['eval_tools/call_frequency']:.3f}\n" in done.stdout
@@ -176,7 +122,8 @@ def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
     assert metrics["eval_tools/call_frequency"] > 0
 
     asked = json.loads((shop / "data/test.jsonl").read_text().splitlines()[0])["question"]
-    talked = program("chat", "--tools", tools, "--temperature", "0", text=asked + "\n")
+    words = ["--model", model, "--tools", tools, "--temperature", "0"]
+    talked = run_python("-m", "grpo.chat", *words, input=asked + "\n")
     assert talked.returncode == 0, talked.stderr
     record = next(record for record in lines(output / "completions.jsonl") if record["prompt"].count(asked))
     printed = talked.stdout.splitlines()

@@ -13,7 +13,7 @@ import pytest
 from conftest import LAUGHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictured import drawing
+from pictured import drawing, encoded
 from PIL import Image
 from recorded import completion, write
 
@@ -176,12 +176,11 @@ def test_a_group_has_its_own_pictures(tmp_path):
 
 def test_a_large_picture_is_made_smaller(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (600, 1200, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(noise).resize((2400, 1200)).save(file, "PNG")
-    run, blocks = recorded(tmp_path, [completion(1, pictures=["a.png"])], {"a.png": file.getvalue()})
+    file = encoded(Image.fromarray(noise).resize((2400, 1200)))
+    run, blocks = recorded(tmp_path, [completion(1, pictures=["a.png"])], {"a.png": file})
     (url,) = read_pictures(run, blocks, 10**6).values()
     small = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
-    assert len(file.getvalue()) > LARGEST_FILE and small.size == (LONGEST_SIDE, LONGEST_SIDE // 2)
+    assert len(file) > LARGEST_FILE and small.size == (LONGEST_SIDE, LONGEST_SIDE // 2)
 
 
 def test_what_is_not_there_or_no_picture_is_left_out_and_said(tmp_path):

@@ -168,7 +168,6 @@ def trained(model_folder, data_folder, tmp_path_factory):
     """Train a few steps with the real programs and return the run's folder."""
     folder = tmp_path_factory.mktemp("trained")
     with running_server(model_folder, folder) as server:
-        server.wait_ready()
         settings = options(model_folder, data_folder, folder / "run", ref_servers=server.url, max_steps=6)
         ended = plain_python(*settings)
         assert ended.returncode == 0, ended.stdout
@@ -260,10 +259,7 @@ def test_the_page_of_real_runs_is_read_with_keys(page, trained, tmp_path):
     choose(browser, "step", "2")
     assert browser.text("#which") == f"2 of {len(steps)}"
 
-    for dark in (False, True):
-        for width in (1280, 700, 400, 320):
-            browser.screen(width, 800, dark)
-            assert not browser.js("document.documentElement.scrollWidth > innerWidth"), width
+    browser.check_widths()
     assert browser.hosts() == {""}  # the file, and nobody else
 
 
@@ -413,8 +409,7 @@ def test_what_models_wrote_is_shown_and_never_run(page, tmp_path):
         assert len(shown) == 2 * sum(words in text or words in HOSTILE[0] + HOSTILE[1] for text in HOSTILE), words
     assert HOSTILE[1] in texts_of(browser, "#settings td") and HOSTILE[1] in texts_of(browser, "#starts td")
     assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 2]
-    browser.screen(400, 800)
-    assert not browser.js("document.documentElement.scrollWidth > innerWidth")
+    browser.check_widths()
     assert browser.hosts() == {""} and browser.console() == []
 
     # And if some of it had got in, the page's policy would stop it.

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from recorded import write_rows
 
 from grpo.report.summary import summary
 
@@ -12,7 +13,7 @@ STEPS = [{"step": step, "reward": step / 10, "num_tokens": 1000 * step, "step_ti
 
 
 def write(folder, rows):
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "metrics.jsonl", rows)
     return summary(folder).splitlines()
 
 

@@ -1,6 +1,5 @@
 """A run's files: its settings, a line for each step and each start, completions, and the pictures of their prompts."""
 
-import json
 import math
 import shutil
 import socket
@@ -11,6 +10,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from pictured import drawing
+from trainer_runs import lines
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
@@ -20,31 +20,32 @@ from grpo.run.recorder import Recorder, commit_of, record_start
 PNG, JPEG = drawing(8, 8, 0), drawing(8, 8, 1, "JPEG")
 
 
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_record_is_appended_nan_is_null_and_each_picture_is_written_once(tmp_path):
     config = TrainerConfig(report_to=["none"])
     pictured = {"prompt": "ä", "pictures": (PNG, JPEG)}
     recorder = Recorder(config, tmp_path, after=-1)
-    recorder.metrics(1, {"reward": 1.5, "completions/mean_terminated_length": math.nan})
-    recorder.completions(1, "train", [pictured, pictured, {"prompt": "text"}])
+    recorder.metrics(1, {"reward": 1.5, "completions/mean_terminated_length": math.nan, "loss": -math.inf})
+    recorder.completions(1, "train", [pictured, pictured, {"prompt": "text", "reward": math.inf, "note": "NaN"}])
+    recorder.bad_step(1, [{"prompt": "text", "advantage": math.nan}])
     recorder.close()
     recorder = Recorder(config, tmp_path, after=1)
     recorder.metrics(2, {"reward": 2.5})
     recorder.completions(2, "eval", [{"prompt": "p", "pictures": (JPEG,)}])
     recorder.bad_step(2, [pictured])
     recorder.close()
-    first_row = {"step": 1, "reward": 1.5, "completions/mean_terminated_length": None}
+    first_row = {"step": 1, "reward": 1.5, "completions/mean_terminated_length": None, "loss": None}
     assert lines(tmp_path / "metrics.jsonl") == [first_row, {"step": 2, "reward": 2.5}]
     first, again, text, held_out = lines(tmp_path / "completions.jsonl")
     png, jpeg = first["pictures"]
     assert (png[-4:], jpeg[-4:]) == (".png", ".jpg")
     assert first == again == {"step": 1, "phase": "train", "prompt": "ä", "pictures": [png, jpeg]}
-    assert "pictures" not in text and held_out["pictures"] == [jpeg]
+    assert text == {"step": 1, "phase": "train", "prompt": "text", "reward": None, "note": "NaN"}
+    assert held_out["pictures"] == [jpeg]
     assert '"ä"' in (tmp_path / "completions.jsonl").read_text()
-    assert lines(tmp_path / "bad_steps.jsonl") == [{"step": 2, "prompt": "ä", "pictures": [png, jpeg]}]
+    bad = [{"step": 1, "prompt": "text", "advantage": None}, {"step": 2, "prompt": "ä", "pictures": [png, jpeg]}]
+    assert lines(tmp_path / "bad_steps.jsonl") == bad
+    Recorder(config, tmp_path, after=1).close()
+    assert lines(tmp_path / "bad_steps.jsonl") == bad[:1]
     assert {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()} == {png: PNG, jpeg: JPEG}
 
 

@@ -6,11 +6,10 @@ import weakref
 import pytest
 import torch
 from cards import Cards, OnCard
-from models import CONFIGS, ENDS, EXAMPLES, SMALL, build, packed, scored
+from models import CONFIGS, ENDS, EXAMPLES, build, packed, random_model, scored
 from rounding import FEW_BITS, assert_rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
@@ -45,15 +44,6 @@ ARCHITECTURES = [
     *("olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen3", "seed_oss", "smollm3"),
     *("starcoder2", "vaultgemma"),
 ]
-
-
-def random_model(name: str):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**SMALL)).float().eval()
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.2)
-    return model
 
 
 @pytest.mark.slow

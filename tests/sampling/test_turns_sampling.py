@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from cards import Cards
-from models import CONFIGS, ENDS, EXAMPLES, SMALL, build, packed
+from models import CONFIGS, ENDS, EXAMPLES, SMALL, build, packed, random_model
 from rounding import assert_rounded
 from scripted_turns import Scripted, naive
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from grpo.data.records import Outcome
 from grpo.model import shared_cache
@@ -176,12 +176,7 @@ ARCHITECTURES = ["gemma2", "llama", "gpt_neox", "phi", "glm", "opt", "gpt2", "mi
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_goes_on_after_answers(name, tokenizer, monkeypatch):
     monkeypatch.setattr(continuous_module, "ANSWER_STEPS", 5)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**SMALL)).float().eval()
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.2)
-    packed(model)
+    model = packed(random_model(name))
     ids, logprobs = drawn_naively(model, copies=3, temperature=0.8)
     assert sum(not all(drawn) for _, drawn in ids) > 3
     samplers = [

@@ -43,7 +43,6 @@ LATE = 20.0  # seconds on a busy machine
 def limited_server(model_folder, folder, code="", **options):
     """A ready server with low limits, which must log no traceback."""
     with running_server(model_folder, folder, *LIMITS, code=SOON + code, **options) as server:
-        server.wait_ready()
         yield server
         assert "Traceback" not in server.log.read_text()
 
@@ -396,7 +395,6 @@ def test_the_time_of_a_request_does_not_run_while_the_one_before_it_is_in_work(m
 def test_a_full_disk_is_said_and_the_next_request_is_served(model_folder, tmp_path):
     """Large bodies go through a temporary file; the system lets this server write none of more than 100 kB."""
     with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
         large = POST + b"Content-Length: 1000000\r\n\r\n" + bytes(1_000_000)
         with connect(server) as connection:
@@ -411,7 +409,6 @@ def test_a_full_disk_is_said_and_the_next_request_is_served(model_folder, tmp_pa
 @pytest.mark.slow
 def test_a_connection_without_an_open_file_for_it_waits(model_folder, tmp_path):
     with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
         soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, hard))
         with connect(server) as connection:

@@ -44,7 +44,6 @@ def watched(model_folder, tmp_path_factory):
     with running_server(
         model_folder, tmp_path_factory.mktemp("watched"), *options, code=code_for(summarise_each_second)
     ) as server:
-        server.wait_ready()
         yield server
 
 

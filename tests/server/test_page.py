@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import requests
-from browser import Browser, chromium, needs_browser
+from browser import chromium, needs_browser
 from conftest import Server, running_server
 from faulty_server import code_for, hold_loading
+from pools import running_pool
 from safetensors.numpy import save
 from stored import PROBE, RUN, drawn, sha, weights
 
@@ -60,13 +61,8 @@ LOST = "document.querySelector('#status').textContent === 'no answer'"
 POINTS = "document.querySelector('#throughput .curve').getAttribute('d').split('L').length"
 
 
-def too_wide(browser: Browser) -> bool:
-    return browser.js("document.documentElement.scrollWidth > innerWidth")
-
-
 def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
     with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
         browser.open(server.url)
         browser.wait(READY)
         assert browser.text("#model") == str(model_folder) and "cpu" in browser.text("#facts")
@@ -85,10 +81,7 @@ def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
             assert "iB process" in browser.text("#memory")
             assert browser.js("document.title").startswith(browser.text("#now"))
             check_charts(browser)
-            for dark in (False, True):
-                for width in (1280, 700, 375, 320):
-                    browser.screen(width, 800, dark)
-                    assert not too_wide(browser), width
+            browser.check_widths()
         assert browser.hosts() == {urlsplit(server.url).netloc}
         assert browser.console() == []
 
@@ -106,7 +99,6 @@ def check_charts(browser):
 
 def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_path, browser):
     with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
         browser.open(server.url)
         browser.wait(READY)
         server.end()
@@ -116,7 +108,8 @@ def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_p
         browser.wait(f"document.querySelector('#since').innerText !== {json.dumps(first)}")
     # Loading until it was seen, to see what the page makes of a server without numbers.
     go = tmp_path / "go"
-    with running_server(model_folder, tmp_path, port=server.port, code=code_for(hold_loading, str(go))):
+    code = code_for(hold_loading, str(go))
+    with running_server(model_folder, tmp_path, port=server.port, code=code, awaited=False):
         browser.wait("document.querySelector('#status').textContent === 'loading'")
         go.touch()
         browser.wait(READY)
@@ -126,7 +119,6 @@ def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_p
 
 def test_it_asks_for_the_token_and_keeps_it_in_the_tab(model_folder, tmp_path, browser):
     with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "quite-secret"}) as server:
-        server.wait_ready()
         browser.open(server.url)
         browser.wait("!document.querySelector('#ask').hidden")
         assert browser.text("#wrong") == "" and str(model_folder) not in browser.text("body")
@@ -159,7 +151,7 @@ def test_what_strangers_send_is_shown_and_never_run(server, browser):
     browser.wait(READY)
     assert HOSTILE[:40] in browser.text("#client-rows") and HOSTILE[:20] in browser.text("#error-rows")
     assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 1]
-    assert not too_wide(browser)
+    browser.check_widths()
     assert browser.console() == [] and browser.hosts() == {urlsplit(server.url).netloc}
 
 
@@ -193,8 +185,7 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
     def lease(name: str, card: str) -> None:
         post("lease", Lease(name, 1, [], 0.0, card, 0, "draws 1 group", 1234.0).to_json())
 
-    with running_server(None, tmp_path, "--task", "rollouts", "--pool_file", str(tmp_path / "run.sqlite")) as server:
-        server.wait_ready()
+    with running_pool(tmp_path) as server:
         browser.open(server.url)
         browser.wait(READY)
         assert browser.js("document.title").endswith(" · pool of rollouts")
@@ -215,18 +206,10 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
         assert browser.text("#model") == "runs/a" and "version 0" in browser.text("#facts")
         apart, honest = browser.text("#worker-rows").split("box #1a2b3c4d")
         assert HOSTILE in apart and "a log-prob is above 0" in apart
-        assert [word for word in re.split("[\n\t]", honest) if word][:5] == [
-            "RTX 4090",
-            "draws 1 group",
-            "drawing",
-            "0",
-            "1.23 k",
-        ]
+        words = [word for word in re.split("[\n\t]", honest) if word][:5]
+        assert words == ["RTX 4090", "draws 1 group", "drawing", "0", "1.23 k"]
         assert re.split("[\n\t]", browser.text("#round-rows"))[:8] == ["1", "0", "0 of 2", "0", "0", "0", "1 of 2", "6"]
         assert (browser.text("#leased"), browser.text("#undrawn")) == ("1", "2")
-        for dark in (False, True):
-            for width in (1280, 700, 375, 320):
-                browser.screen(width, 800, dark)
-                assert not too_wide(browser), width
+        browser.check_widths()
         assert not browser.js("document.querySelector('#latency').offsetParent") and not browser.js("window.pwned")
         assert browser.console() == []

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from encoded import encoded, png_claiming
 from picture_oracle import Plain
-from pictured import FAMILIES, drawing, save
+from pictured import FAMILIES, drawing, encoded, png_claiming, save
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from rounding import assert_rounded

@@ -8,7 +8,6 @@ import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -79,12 +78,9 @@ def server(updated_server):
     return updated_server
 
 
-@contextmanager
 def starting(folder, tmp_path, *options, code=""):
     """A ready server of its own that takes updates."""
-    with running_server(folder, tmp_path, "--update_folder", str(tmp_path / "new"), *options, code=code) as server:
-        server.wait_ready()
-        yield server
+    return running_server(folder, tmp_path, "--update_folder", str(tmp_path / "new"), *options, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -365,17 +361,9 @@ def test_a_swap_that_fails_half_way_ends_the_server(model_folder, make, tmp_path
 @pytest.mark.slow
 def test_memory_holds_a_piece_and_not_the_model(tokenizer, tmp_path):
     """160 MiB of weights go through; the server's peak rises by far less."""
-    wide = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=6656,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(wide)
+    sizes = dict(hidden_size=512, intermediate_size=6656, num_hidden_layers=4, max_position_embeddings=512)
+    heads = dict(num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=len(tokenizer), **sizes, **heads))
     model.save_pretrained(tmp_path / "wide")
     tokenizer.save_pretrained(tmp_path / "wide")
     with torch.no_grad():

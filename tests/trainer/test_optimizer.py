@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import run_python
 from rounding import FORMULA, assert_rounded
 from torch import nn
 from trainer_runs import equal, finish, timeless, training, weights
@@ -194,7 +192,6 @@ def test_with_moments_in_8_bits_a_run_goes_on_as_if_nothing_was(setting, tmp_pat
 def test_a_rank_loads_no_library_that_it_does_not_use_and_bitsandbytes_without_a_word():
     pytest.importorskip("bitsandbytes")
     script = "import sys, grpo_ref_split; print(sorted({'peft', 'bitsandbytes', 'trl'} & sys.modules.keys()))"
-    command = [sys.executable, "-c", f"{script}; import bitsandbytes"]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    ended = run_python("-c", f"{script}; import bitsandbytes", check=True)
     assert ended.stdout.splitlines()[-1] == "[]"
     assert "gemm_4bit" not in ended.stderr  # a warning where the processor has AVX512-BF16

@@ -14,10 +14,10 @@ import pytest
 import torch
 from adapters import move, policy, write_adapter
 from pools import RUN
-from proxy import Plan, proxy
 from rounding import assert_rounded
 from safetensors.numpy import load
 from safetensors.torch import load_file
+from servers import exact
 from trainer_runs import equal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +31,7 @@ from grpo.model.trial import make_batcher
 from grpo.pool.client import PoolClient, Retrier, Stopped
 from grpo.pool.delta import apply_delta
 from grpo.pool.pool_service import PoolService
-from grpo.pool.protocol import GroupResult, Probe, Task, Version
+from grpo.pool.protocol import GroupResult, Task, Version
 from grpo.run.folder import SaveError
 from grpo.sampling.self_check import make_sampler
 from grpo.server.http import HttpServer
@@ -123,14 +123,6 @@ def saved(model) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
-@torch.no_grad()
-def exact(model, probe: Probe) -> torch.Tensor:
-    """The log-probs of the probe by transformers' own forward."""
-    logits = model(input_ids=torch.tensor([probe.prompt_ids + probe.completion_ids])).logits[0].double()
-    logprobs = torch.log_softmax(logits, -1)[len(probe.prompt_ids) - 1 : -1]
-    return logprobs[range(len(probe.completion_ids)), probe.completion_ids]
-
-
 def test_a_version_is_the_policy_when_it_was_published(pool, model, tmp_path):
     publisher, expected = publisher_of(pool.client, model, tmp_path), []
     for version in range(10):
@@ -177,7 +169,7 @@ def test_a_worker_can_load_and_prove_a_version(pool, model_folder, tmp_path):
     loaded, probe = AutoModelForCausalLM.from_pretrained(folder), version.probe
     assert (len(probe.prompt_ids), len(probe.completion_ids)) == (8, 56)
     assert max(probe.prompt_ids + probe.completion_ids) < model.config.vocab_size
-    assert_rounded(probe.logprobs, exact(loaded, probe))
+    assert_rounded(probe.logprobs, exact(loaded, probe.prompt_ids, [probe.completion_ids]))
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
 
 
@@ -285,17 +277,6 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
     _, again = start("again")
     again.publish(2, 2)
     assert pool.client.versions()[-1].sha256 != before[2] and pool.client.take([(3, 0)], 0) == []
-
-
-def test_a_bad_line_costs_time_only(pool, model, tmp_path):
-    plans = iter([Plan(request_bytes=20_000), Plan(answer_bytes=50), Plan(request_bytes=100_000)])
-    with proxy(pool.server.effective_port, lambda: next(plans, Plan())) as line:
-        pool.client.url = line.url
-        published(pool.client, model, tmp_path, 0)
-        assert line.happened.total() == 3
-    pool.client.url = f"http://127.0.0.1:{pool.server.effective_port}"
-    [version] = pool.client.versions()
-    assert equal(pool.weights(version, tmp_path), saved(model))
 
 
 def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model, tmp_path):

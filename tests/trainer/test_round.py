@@ -1,13 +1,16 @@
-"""What the update is given of completions."""
+"""What the update is given of completions, and what a step counts of them, over all ranks."""
 
+import math
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from grpo.data.records import Example, Group, Outcome, Rollout, Sample
+from grpo.run.metrics import add_stats, step_metrics
 from grpo.trainer.round import make_samples, summed_kl
 from grpo.trainer.step import wait_for_reference
+from grpo.trainer.step_result import failure_frequency, stats_of_completions
 
 DRAWN = [True, True, False, False, True, False, True]
 
@@ -49,3 +52,46 @@ def test_without_answers_the_log_probs_stay_as_they_are():
     (sample,) = make_samples(Group(0, Example(0, "p", [1], {}), [rollout]))
     assert sample.drawn is None and sample.tokens == 2 and not sample.finished
     np.testing.assert_array_equal(sample.sampling_logprobs, [-1.0, np.nan])
+
+
+def rollout(pattern: str, calls: int = 0, failures: int = 0, finished: bool = True) -> Rollout:
+    """Make a completion: a D for each token that was drawn, an a for each of an answer."""
+    drawn = [letter == "D" for letter in pattern]
+    return Rollout([5] * len(drawn), finished, "", [], 0, drawn, Outcome(finished, [], calls, failures))
+
+
+def metrics(*ranks: list[Rollout]) -> dict[str, float]:
+    stats = {}
+    for rollouts in ranks:
+        add_stats(stats, stats_of_completions(rollouts))
+    return step_metrics(stats) | failure_frequency(stats)
+
+
+def test_lengths_are_of_what_the_policy_drew_and_answers_are_counted_beside_them():
+    ranks = [
+        [rollout("DDaaaDD", calls=1), rollout("DDD"), rollout("DaDaaD", calls=5, failures=1)],
+        [rollout("DDDDDaD", calls=2, failures=1, finished=False)],
+    ]
+    expected = {
+        "completions/mean_length": (4 + 3 + 3 + 6) / 4,
+        "completions/min_length": 3,
+        "completions/max_length": 6,
+        "completions/mean_terminated_length": (4 + 3 + 3) / 3,
+        "completions/min_terminated_length": 3,
+        "completions/max_terminated_length": 4,
+        "completions/clipped_ratio": 1 / 4,
+        "completions/mean_turns": (2 + 1 + 3 + 2) / 4,
+        "tools/mean_length": (3 + 0 + 3 + 1) / 4,
+        "tools/call_frequency": 8 / 4,
+        "tools/failure_frequency": 2 / 8,
+    }
+    assert metrics(*ranks) == pytest.approx(expected)
+
+
+def test_what_no_completion_has_has_no_number():
+    found = metrics([rollout("DD", finished=False)], [rollout("DDD", finished=False)])
+    assert all(math.isnan(found[f"completions/{name}_terminated_length"]) for name in ("mean", "min", "max"))
+    assert found["tools/failure_frequency"] == 0
+    found = metrics([Rollout([5, 6, 7], True, "", [], 0)])
+    assert found["completions/mean_length"] == 3
+    assert not [name for name in found if "tool" in name or "turns" in name]

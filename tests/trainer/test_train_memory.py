@@ -1,13 +1,10 @@
 """The trainer's memory that --dry_run computes, against numbers counted by hand, live tensors and real peaks."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import run_python
 from scripted_turns import Scripted
 
 from benchmarks.common import qwen, random_model
@@ -149,8 +146,7 @@ LIVE = {
 def test_what_tensors_really_hold_is_near_the_prediction(few):
     """In a rank that samples and updates twice with DeepSpeed's engine, each storage counted while it is there."""
     names = few(list(LIVE), 2)
-    command = [sys.executable, "tests/live_tensors.py", json.dumps([LIVE[name] for name in names])]
-    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    done = run_python("tests/live_tensors.py", json.dumps([LIVE[name] for name in names]))
     assert done.returncode == 0, done.stderr[-3000:]
     for name, measured in zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True):
         predicted = measured["predicted"]

@@ -1,9 +1,6 @@
 """The one event loop of async code."""
 
-import subprocess
-import sys
-
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import run_python
 
 RACE = """
 import asyncio, sys, threading
@@ -24,6 +21,4 @@ with ThreadPoolExecutor(32) as threads:
 
 
 def test_threads_that_come_at_once_share_a_loop():
-    command = [sys.executable, "-c", RACE]
-    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    assert run_python("-c", RACE, check=True).stdout == "1\n"

@@ -13,7 +13,6 @@ import random
 import socket
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "5000"))
 WARM_UP = min(5000, EXAMPLES // 2)  # until then the heap meets its largest bodies
-GROWTH = 16 << 20  # bytes: a leak of 100 a request shows in 200,000
+GROWTH = 16  # MiB: a leak of 100 bytes a request shows in 200,000
 MOST_SEQUENCES, MOST_TOKENS = 12, 400
 CODES = {400: {"malformed"}, 413: {"too_many_sequences", "too_many_tokens"}, 422: {"sequence_too_long"}}
 TENSORS = ["input_ids", "prompt_lengths", "completion_lengths"]
@@ -49,7 +48,6 @@ def fuzzed(model_folder, tmp_path_factory):
     flat = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
     folder = tmp_path_factory.mktemp("fuzzed")
     with running_server(model_folder, folder, *limits, environment=flat, code=code) as server:
-        server.wait_ready()
         yield server
 
 
@@ -211,11 +209,6 @@ DAMAGE = [*ON_BYTES, numbers, sizes, tensors, header_fields, header_text, nothin
 # Tests
 
 
-def resident_bytes(pid: int) -> int:
-    status = (Path("/proc") / str(pid) / "status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) << 10
-
-
 def check_refusal(status: int, kind: str, body: bytes, codes: dict[int, set[str]]) -> None:
     answer = json.loads(body)
     assert kind == "application/json" and answer.keys() == {"error"} and answer["error"].keys() == {"code", "message"}
@@ -242,7 +235,7 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
         status, _, body = ask(fixed)
         assert status == 200 and fuzzed.process.poll() is None
         assert_rounded(load(body)["logprobs"], right)
-        resident[seen.total()] = resident_bytes(fuzzed.process.pid)
+        resident[seen.total()] = fuzzed.resident()
 
     @settings(QUIET, max_examples=examples)
     @given(SEEDS)
@@ -268,7 +261,7 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
     with closing(http.client.HTTPConnection("127.0.0.1", fuzzed.port, timeout=60)) as connection:
         example()
         check_server()
-    print(f"MiB after n examples: { {count: size >> 20 for count, size in resident.items()} }")
+    print(f"MiB after n examples: {resident}")
     if warm := [size for count, size in resident.items() if count >= WARM_UP]:
         assert resident[max(resident)] - warm[0] < GROWTH
     assert "Traceback" not in fuzzed.log.read_text()

@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from encoded import encoded, png_claiming
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pictured import encoded, png_claiming
 from safetensors.numpy import load, save
 
 from grpo.wire.health import ModelInfo, ServerInfo, fingerprint

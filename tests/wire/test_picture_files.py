@@ -4,9 +4,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from encoded import DRAWN, chunk, encoded, jpeg_claiming, png_claiming
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pictured import DRAWN, chunk, encoded, jpeg_claiming, png_claiming
 from PIL import Image
 
 from grpo.wire import picture_files

@@ -5,7 +5,6 @@
 The pool's application runs in this process. An example is a valid request, and what is done to it.
 """
 
-import io
 import json
 import os
 import random
@@ -13,23 +12,19 @@ import sqlite3
 import time
 from collections import Counter
 from dataclasses import replace
-from urllib.parse import quote
-from wsgiref.util import setup_testing_defaults
 
 import numpy as np
 import pytest
 from hypothesis import given, note, settings
+from pools import Pool
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, drawn, sha, weights
 from test_fuzz import ON_BYTES, QUIET, SEEDS, check_refusal, nothing
 
-from grpo.config.server import ServerConfig
-from grpo.pool.pool_service import PoolService
 from grpo.pool.protocol import Lease, RunInfo, Task, Version
 from grpo.pool.task_tensors import encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
-from ref_server import make_app
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20000"))
 CODES = {
@@ -149,31 +144,17 @@ DAMAGE = [*ON_BYTES, *[fields] * 4, *[numbers] * 4, nothing]
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [RUN, WITH_TURNS], ids=["plain", "turns"])
 def test_damaged_requests_are_refused_or_stored_whole(run, tmp_path, few, caplog):
-    path = str(tmp_path / "run.sqlite")
-    service = PoolService(ServerConfig(task="rollouts", pool_file=path))
-    service.load()
-    app, seen, pages = make_app(service), Counter(), []
-    reader = sqlite3.connect(path)
-
-    def ask(method: str, name: str, query: dict, body: bytes) -> tuple[int, str, bytes]:
-        environ = {"REQUEST_METHOD": method, "PATH_INFO": name, "wsgi.input": io.BytesIO(body)}
-        environ["QUERY_STRING"] = "&".join(f"{key}={quote(value, safe='')}" for key, value in query.items())
-        environ |= {"CONTENT_TYPE": "application/octet-stream", "CONTENT_LENGTH": str(len(body))}
-        environ |= {"waitress.client_disconnected": lambda: False, "REMOTE_ADDR": "127.0.0.1"}
-        setup_testing_defaults(environ)
-        answer = []
-        body = b"".join(app(environ, lambda line, headers, exc_info=None: answer.extend((line, dict(headers)))))
-        return int(answer[0][:3]), answer[1]["Content-Type"], body
+    pool, seen, pages = Pool(tmp_path / "run.sqlite"), Counter(), []
+    reader = sqlite3.connect(pool.path)
 
     def stored() -> list:
         tables = "run", "tasks", "versions", "files", "pieces"
         return [reader.execute(f"SELECT * FROM {table}").fetchall() for table in tables]
 
     for data in (FOLDER, weights(0), DELTA):
-        query = {"sha256": sha(data), "size": f"{len(data)}", "offset": "0"}
-        assert ask("POST", "/v1/rollouts/files", query, data)[0] == 200
+        pool.put_file(data)
     for name, body in (("run", run.to_json()), ("tasks", encode_tasks(tasks_of(run)))):
-        assert ask("POST", f"/v1/rollouts/{name}", {}, body)[0] == 200
+        assert pool.post(name, body).status == 200
     examples = len(few(range(EXAMPLES), 500))
 
     @settings(QUIET, max_examples=examples)
@@ -186,14 +167,14 @@ def test_damaged_requests_are_refused_or_stored_whole(run, tmp_path, few, caplog
         for harm in damage:
             body = harm(draw, body) if body else b""
         before = stored()
-        status, kind, answer = ask("POST", f"/v1/rollouts/{name}", queries(draw, query), body)
-        seen[status] += 1
-        if status != 200:
-            check_refusal(status, kind, answer, CODES)
-            assert stored() == before or (status == 409 and b"damaged" in answer)  # which drops the file
+        answer = pool.post(name, body, **queries(draw, query))
+        seen[answer.status] += 1
+        if answer.status != 200:
+            check_refusal(answer.status, answer.headers["Content-Type"], answer.body, CODES)
+            # A damaged file is dropped.
+            assert stored() == before or (answer.status == 409 and b"damaged" in answer.body)
         if seen.total() % 100 == 0:
-            shown = ask("GET", "/status", {}, b""), ask("GET", "/metrics", {}, b"")
-            pages.append([status for status, *_ in shown] == [200, 200])
+            pages.append([pool.get(page).status for page in ("/status", "/metrics")] == [200, 200])
 
     began = time.perf_counter()
     example()
@@ -203,4 +184,4 @@ def test_damaged_requests_are_refused_or_stored_whole(run, tmp_path, few, caplog
     assert min(seen[status] for status in reached) >= 3, "the damage does not reach everything"
     assert all(pages) and "Traceback" not in caplog.text
     reader.close()
-    service.close()
+    pool.service.close()

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from itertools import chain
 
 import pytest
-import torch
 from plain_engine import PlainEngine
 from pools import PROMPTS, Trainer, running_pool
 from rounding import assert_rounded
-from servers import wait_until
+from servers import exact, wait_until
 from transformers import GenerationConfig
 
 from grpo.config.errors import ConfigError, RewardError
@@ -36,12 +35,6 @@ pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
 def quick(monkeypatch):
     monkeypatch.setattr(loop, "POLL", 0.2)
     monkeypatch.setattr(loop, "RESTART_PAUSE", 0.01)
-
-
-@pytest.fixture
-def pool(tmp_path):
-    with running_pool(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture
@@ -260,10 +253,7 @@ def test_between_groups_an_engine_takes_the_newest_version_whatever_the_tasks(po
     for task, group in drawn:
         (version,) = {*chain(*group.versions)}
         for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
-            with torch.no_grad():
-                logits = policies[version](torch.tensor([task.prompt_ids + ids])).logits[0, -len(ids) - 1 : -1]
-            expected = (logits / trainer.run.temperature).log_softmax(-1)[range(len(ids)), ids]
-            assert_rounded(logprobs, expected)
+            assert_rounded(logprobs, exact(policies[version], task.prompt_ids, [ids], trainer.run.temperature))
     assert {group.versions[0][0] for _, group in drawn} == {0, 2, 4}
     assert drawn[-1][1].versions[0][0] == 4
 

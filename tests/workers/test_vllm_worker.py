@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
-from pools import Trainer, distances, running_pool
+from pools import Trainer, distances
 from processes import left_of
 from servers import wait_until
 from test_vllm_engine import FAKE, ON_CPU, VLLM_PYTHON, save_model
@@ -28,12 +28,6 @@ from grpo.workers.loop import GenerationWorker
 from grpo.workers.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def pool(tmp_path):
-    with running_pool(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture
@@ -65,17 +59,6 @@ def distance(trainer: Trainer, tasks: list[Task], seconds: float) -> float:
     return max(max(distances(*pair, trainer.run.temperature, policies)) for pair in zip(tasks, groups, strict=True))
 
 
-def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, model_folder, folders):
-    trainer = Trainer(PoolClient(pool.url), model_folder, folders / "trainer")
-    with running(pool, folders, "keeps_head"):
-        for version in range(3):
-            trainer.learn(seed=version)
-            trainer.publish(version, whole=version == 0, delta=version > 0)
-            tasks = trainer.put_tasks(version, range(6 * version, 6 * version + 6))
-            assert distance(trainer, tasks, 30.0) < 1e-4
-    assert (folders / "vllm.log").read_text().count("a line of the log") == 3
-
-
 def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
     pool, model_folder, folders, monkeypatch
 ):
@@ -102,14 +85,9 @@ needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no en
 def drawing(url: str, folder: Path) -> Iterator[subprocess.Popen]:
     """A worker with vLLM, ended by SIGTERM; its words are in the file `log`."""
     command = [VLLM_PYTHON, "generate.py", "--pool", url, "--engine", "vllm", "--vllm_args=--enforce-eager"]
+    command += ["--weights_folder", str(folder / "worker")]
     with open(folder / "log", "wb") as log:
-        worker = subprocess.Popen(
-            [*command, "--weights_folder", str(folder / "worker")],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT | ON_CPU,
-            stdout=log,
-            stderr=log,
-        )
+        worker = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT | ON_CPU, stdout=log, stderr=log)
     try:
         yield worker
         below = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]

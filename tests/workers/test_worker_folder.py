@@ -1,10 +1,7 @@
 """A worker's folder is its own, and none is left behind."""
 
-import subprocess
-import sys
-
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import run_python
 
 from grpo.config.errors import ConfigError
 from grpo.workers.weights_folder import open_folder
@@ -47,8 +44,7 @@ manager = open_folder(None)
 (manager.__enter__() / "model").mkdir()
 os.kill(os.getpid(), 9)
 """
-    environment = {**ENVIRONMENT, "TMPDIR": str(temporary)}
-    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=environment)
+    run_python("-c", script, environment={"TMPDIR": str(temporary)})
     (left,) = temporary.iterdir()
     with open_folder(None) as folder:
         assert {*temporary.iterdir()} == {folder} != {left}
