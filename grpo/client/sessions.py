@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,10 +24,23 @@ proxy without its server, a server that is not ready"""
 _LONGEST_PAUSE = 5.0  # seconds between two tries
 
 
-def check_certificates(ref_ca_file: str | None) -> str | bool:
-    """Return the `verify` of a session. Raises ServerError if `ref_ca_file` holds no certificate."""
+class Sessions(threading.local):
+    """The HTTP session of each thread, which has TCP connections of its own, as `session`."""
+
+    def __init__(self, token: str | None, verify: str | bool, content_type: str):
+        self.session = requests.Session()
+        # Ignore http_proxy and the like: such a proxy leads out of the network, and the servers are inside.
+        self.session.trust_env = False
+        self.session.verify = verify
+        self.session.headers["Content-Type"] = content_type
+        if token:
+            self.session.headers["Authorization"] = f"Bearer {token}"
+
+
+def open_sessions(token: str | None, ref_ca_file: str | None, content_type: str) -> Sessions:
+    """Raises ServerError if `ref_ca_file` holds no certificate."""
     if not ref_ca_file:
-        return True
+        return Sessions(token, True, content_type)
     try:
         ssl.create_default_context(cafile=ref_ca_file)
     except OSError as error:
@@ -34,18 +48,7 @@ def check_certificates(ref_ca_file: str | None) -> str | bool:
             f"ref_ca_file={ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
         ) from error
     # An absolute path: each new TCP connection reads it, and a reward function may change the working directory.
-    return str(Path(ref_ca_file).absolute())
-
-
-def open_session(token: str | None, verify: str | bool, content_type: str) -> requests.Session:
-    session = requests.Session()
-    # Ignore http_proxy and the like: such a proxy leads out of the network, and the servers are inside.
-    session.trust_env = False
-    session.verify = verify
-    session.headers["Content-Type"] = content_type
-    if token:
-        session.headers["Authorization"] = f"Bearer {token}"
-    return session
+    return Sessions(token, str(Path(ref_ca_file).absolute()), content_type)
 
 
 def send_pieces(

@@ -21,20 +21,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import requests
 
+from grpo.client import sessions
 from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError, ServersUnavailable
-from grpo.client.sessions import (
-    CONNECT_SECONDS,
-    RETRIED,
-    check_certificates,
-    connection_error,
-    connection_failed,
-    open_session,
-    read_error,
-    read_retry_after,
-    seconds_to_next_try,
-    send_pieces,
-    token_refused,
-)
 from grpo.pool.delta import sha256_of
 from grpo.pool.protocol import GroupResult, Lease, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
@@ -59,10 +47,7 @@ class LeaseReply:
 
 
 class PoolClient:
-    """HTTP to one pool. Any thread may call it; each has TCP connections of its own.
-
-    Every request raises RequestFailure and ServerError.
-    """
+    """HTTP to one pool, from any thread. Every request raises RequestFailure and ServerError."""
 
     def __init__(
         self, url: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
@@ -72,8 +57,8 @@ class PoolClient:
         Raises ServerError if `ref_ca_file` holds no certificate.
         """
         self.url = url.rstrip("/")
-        self._token, self._verify, self._seconds = token, check_certificates(ref_ca_file), request_timeout
-        self._per_thread = threading.local()
+        self._token, self._seconds = token, request_timeout
+        self._sessions = sessions.open_sessions(token, ref_ca_file, wire.CONTENT_TYPE)
         self._vocab_size = LARGEST_ID  # until the run is known
         self.moved_at = -math.inf  # time.monotonic() of the last part of a file that came or went
 
@@ -151,7 +136,7 @@ class PoolClient:
 
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            for _ in send_pieces(file, size, sha256, post):
+            for _ in sessions.send_pieces(file, size, sha256, post):
                 self.moved_at = time.monotonic()
 
     def fetch_file(self, sha256: str, path: Path) -> None:
@@ -184,7 +169,7 @@ class PoolClient:
                 file.write(block)
                 self.moved_at = time.monotonic()
         except requests.RequestException as error:
-            raise connection_failed(error) from error
+            raise sessions.connection_failed(error) from error
         return int(match[1])
 
     def status(self) -> dict[str, Any]:
@@ -201,23 +186,23 @@ class PoolClient:
 
         `request` is what requests takes. Raises RequestFailure if another try may help, ResultRefused, ServerError.
         """
-        timeout = CONNECT_SECONDS, self._seconds + wait
+        timeout = sessions.CONNECT_SECONDS, self._seconds + wait
         try:
-            response = self._session().request(method, self.url + path, timeout=timeout, **request)
+            response = self._sessions.session.request(method, self.url + path, timeout=timeout, **request)
             if (status := response.status_code) in (200, 206, 416):
                 return response
             with response:
-                code, message = read_error(response)
+                code, message = sessions.read_error(response)
         except requests.RequestException as error:
-            raise connection_error(self.url, error) from error
+            raise sessions.connection_error(self.url, error) from error
         if code == "no_run" and method == "GET":
             return response
-        if code == "no_run" or (status in RETRIED and code != "other_run"):
-            raise RequestFailure(f"said {status}: {message}", read_retry_after(response))
+        if code == "no_run" or (status in sessions.RETRIED and code != "other_run"):
+            raise RequestFailure(f"said {status}: {message}", sessions.read_retry_after(response))
         if code == "no_file":
             raise FileFailure(f"said {status}: {message}")
         if status == 401:
-            raise token_refused(self.url, self._token, "pool, trainer and workers")
+            raise sessions.token_refused(self.url, self._token, "pool, trainer and workers")
         if status == 404:
             raise self._no_pool(message)
         error_type = ResultRefused if status == 422 else ServerError
@@ -225,11 +210,6 @@ class PoolClient:
 
     def _no_pool(self, reason: object) -> ServerError:
         return ServerError(f"{self.url} is no pool of rollouts ({reason}): set pool to a server of the task rollouts")
-
-    def _session(self) -> requests.Session:
-        if not hasattr(self._per_thread, "session"):
-            self._per_thread.session = open_session(self._token, self._verify, wire.CONTENT_TYPE)
-        return self._per_thread.session
 
 
 def _decoded(body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
@@ -289,7 +269,7 @@ class Retrier:
                             if not self._waiting:
                                 log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
                             self._waiting.add(thread)
-                    self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
+                    self._stop.wait(sessions.seconds_to_next_try(failures, failure.retry_after))
                     failures += 1
             raise Stopped
         finally:
