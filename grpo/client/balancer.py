@@ -21,17 +21,6 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 8  # requests of one rank to one server at a time
 
 
-class Deadline:
-    """A time limit that starts with its creation."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def seconds_left(self) -> float:
-        return self._end - time.monotonic()
-
-
 class Server:
     """The state of one server for this process. With requests in flight it changes under the Balancer's lock."""
 
@@ -86,12 +75,12 @@ class Balancer:
         Raises ServersUnavailable when no server answers in time, RequestRefused when one refuses the request,
         ServerError when all have changed their model.
         """
-        deadline = Deadline(self._patience)
+        deadline = time.monotonic() + self._patience
         while True:
             server, load = self._reserve_server(size, name, deadline)
             sent_at, failure = time.monotonic(), None
             try:
-                return self._connection.request(server.url, body, decode, deadline.seconds_left())
+                return self._connection.request(server.url, body, decode, deadline - sent_at)
             except RequestFailure as error:
                 failure = error
                 if once:
@@ -131,15 +120,14 @@ class Balancer:
                 waiting = [server for server in self.servers if not server.in_rotation]
                 return len(waiting) < len(self.servers) and all(server.failures for server in waiting)
 
-            while not is_settled():
+            while not self._changed.wait_for(is_settled, 0.2):
                 if time.monotonic() > self._last_progress + self._patience:
                     raise ServersUnavailable(
                         f"no reference server has got the new weights: nothing has moved for {self._patience:.0f} s at "
                         f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait"
                     )
-                self._changed.wait(0.2)
 
-    def _reserve_server(self, size: int, name: str, deadline: Deadline) -> tuple[Server, int]:
+    def _reserve_server(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
         """Wait until the server that should answer first has room, and count `size` tokens there.
 
         Returns the server and the tokens that are then in flight there. Raises ServersUnavailable at the deadline,
@@ -152,9 +140,9 @@ class Balancer:
                         f"every reference server has changed: {list_outcomes(self.servers)}: restart it with the model "
                         f"that this run began with (the reference is {self._connection.fingerprint} now)"
                     )
-                if deadline.seconds_left() <= 0:
+                if (left := deadline - time.monotonic()) <= 0:
                     raise ServersUnavailable(
-                        f"no {self._wanted} for {name} after {deadline.seconds:.0f} s from "
+                        f"no {self._wanted} for {name} after {self._patience:.0f} s from "
                         f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait, "
                         "ref_request_timeout how long for one answer"
                     )
@@ -169,7 +157,7 @@ class Balancer:
                     best.tokens += size
                     return best, best.tokens
                 # Not only for news: while a server is silent it becomes a worse choice.
-                self._changed.wait(max(0.0, min(0.2, deadline.seconds_left())))
+                self._changed.wait(min(0.2, left))
         raise ServerError(f"{name} was given up: the client is closed")
 
     def _release_server(

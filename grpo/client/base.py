@@ -9,7 +9,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
+from grpo.client.balancer import IN_FLIGHT, Balancer, list_outcomes
 from grpo.client.connection import Connection
 from grpo.client.server_errors import ModelLoading, RequestFailure, ServersUnavailable
 from grpo.config.connection_settings import ClientConfig
@@ -54,7 +54,7 @@ class TaskClient:
         Raises ServersUnavailable after that time, ServerError for a refused token or certificate.
         """
         began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, FIRST_LINE
-        deadlines = {server: Deadline(patience) for server in self.balancer.servers}
+        deadlines = dict.fromkeys(self.balancer.servers, began + patience)
         answers: dict[str, ServerInfo] = {}
         waiting, hint = self.balancer.servers, f": start {remedy}"
         while True:
@@ -65,7 +65,7 @@ class TaskClient:
                 except RequestFailure as failure:
                     server.last_outcome = str(failure)
                     if isinstance(failure, ModelLoading):
-                        hint, deadlines[server] = "", Deadline(patience)
+                        hint, deadlines[server] = "", time.monotonic() + patience
                         if passed > LONGEST_LOADING:
                             loading = f"{server.url} has been loading its model for {passed:.0f} s"
                             raise ServersUnavailable(f"{loading}: see its log, and start it again") from failure
@@ -74,13 +74,14 @@ class TaskClient:
                 pages = " or ".join(f"{url}/" for url in answers)
                 log.info("the %s server is ready; to watch it, open %s in a browser", kind, pages)
                 return answers
-            if silent := [server for server in waiting if deadlines[server].seconds_left() <= 0]:
+            now = time.monotonic()
+            if silent := [server for server in waiting if deadlines[server] <= now]:
                 missing = f"no {kind} server at {list_outcomes(silent)} after {patience:.0f} s"
                 raise ServersUnavailable(f"{missing}: start {remedy}")
             if passed >= next_log:
                 log.info("waiting for %s (%.0f s)%s", list_outcomes(waiting), passed, hint)
                 hint, next_log = "", passed + min(60.0, max(BETWEEN_LINES, passed))
-            time.sleep(min(0.5, max(0.0, min(deadlines[server].seconds_left() for server in waiting))))
+            time.sleep(min(0.5, min(deadlines[server] for server in waiting) - now))
 
 
 def make_client_name(run: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -15,7 +16,6 @@ from itertools import islice
 
 import numpy as np
 
-from grpo.client.balancer import Deadline
 from grpo.client.base import TaskClient
 from grpo.client.server_errors import RequestFailure, RequestRefused, ServerError
 from grpo.config.connection_settings import ClientConfig
@@ -97,7 +97,7 @@ class ReferenceClient(TaskClient):
 
     def __init__(self, config: TrainerConfig, run: str = ""):
         super().__init__(config, "logprobs", config.ref_servers, wanted="log-probs", run=run)
-        self._alone = Deadline(0.0)  # while it has time left, groups share no request
+        self._alone_until = 0.0  # time.monotonic() until which groups share no request
 
     def wait_ready(self, any_version: bool = False) -> ModelInfo:
         """Wait until every server is ready and check that all serve the same model; return it.
@@ -141,7 +141,7 @@ class ReferenceClient(TaskClient):
             (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
             for name, prompt_ids, completions in groups
         ]
-        may_share = self._alone.seconds_left() <= 0
+        may_share = time.monotonic() >= self._alone_until
         for shared in cut_requests(asked) if may_share else ([request] for request in asked):
             self._threads.submit(self._answer, shared)
         return [future for _, future in asked]
@@ -159,7 +159,7 @@ class ReferenceClient(TaskClient):
                 try:
                     return self._send(asked, once=True)
                 except (RequestFailure, RequestRefused) as error:
-                    self._alone = Deadline(self._config.ref_deadline)
+                    self._alone_until = time.monotonic() + self._config.ref_deadline
                     log.info("%d groups are sent one by one: their request failed (%s)", len(asked), error)
             for alone in asked:
                 self._send([alone])
