@@ -62,12 +62,10 @@ class UploadSlot:
         self._lock = threading.Lock()
 
     def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of an upload. Return how many bytes are here, from the first on without a gap.
+        """Keep a piece of an upload, which may come twice; an empty one asks where to continue.
 
-        Bytes that are here already are ignored: a piece may come twice, and an empty one asks where to continue.
-
-        Raises ProtocolError: 400 for a piece beyond the size, 409 for a gap, 422 for weights of another model, 503
-        while there is another upload or no room on the disk.
+        Returns how many bytes are here, from the first on without a gap. Raises ProtocolError: 400 for a piece beyond
+        the size, 409 for a gap, 422 for weights of another model, 503 while there is another upload or a full disk.
         """
         if piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
@@ -92,9 +90,9 @@ class UploadSlot:
 
     @contextmanager
     def hold(self, sha256: str) -> Iterator[Upload]:
-        """Lend the complete upload, whose place no other takes meanwhile, to be installed; drop it after an error.
+        """Lend the complete upload, whose open file is then the caller's; drop it after an error.
 
-        The file of an installed upload stays open: it is the caller's. Raises ProtocolError, 409, for a missing piece.
+        No other takes its place meanwhile. Raises ProtocolError, 409, for a missing piece.
         """
         with self._lock:
             upload = self._upload
@@ -203,16 +201,11 @@ class WeightSwap:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
         self.uploads = UploadSlot(folder, self._weights, patience)
 
-    def add(self, query: Mapping[str, str], data: bytes) -> dict:
-        """Keep a piece of an upload; return how many bytes are here. Raises ProtocolError as UploadSlot.add does."""
-        return {"received": self.uploads.add(FilePart.of(query), data)}
-
     def commit(self, query: Mapping[str, str]) -> dict:
         """Swap in the uploaded weights; return when that is done. A repeated commit does nothing.
 
-        Raises ProtocolError: 409 for another served model than the one to replace, a missing piece, or bytes that are
-        not the announced ones; 422 for weights of another model, not finite, or with which nothing can be scored; 503
-        when the server is ending.
+        Raises ProtocolError: 409 for another served model than the one to replace, a missing piece or a damaged file;
+        422 for weights of another model, not finite, or of no use; 503 when the server is ending.
         """
         commit = Commit.of(query)
         with self._committing:
