@@ -8,21 +8,14 @@ import resource
 import threading
 import time
 from collections import Counter as Tally
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from prometheus_client import (
-    CONTENT_TYPE_PLAIN_0_0_4,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+import prometheus_client
+from prometheus_client import Counter, Gauge, Histogram
 
 from grpo.wire.refusals import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS, ProtocolError
 
@@ -35,7 +28,6 @@ _LATENCIES = 1000
 _CLIENTS = 50
 _ERRORS = 20
 _DEVICE = ("device", "device_total", "device_peak")
-_MetricT = TypeVar("_MetricT", Counter, Gauge, Histogram)
 
 
 @dataclass(frozen=True)
@@ -60,12 +52,11 @@ class Pass:
 class Monitor:
     """Counters and curves of the server. All methods may be called from any thread."""
 
-    CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+    CONTENT_TYPE = prometheus_client.CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-
+        self._registry = prometheus_client.CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self._registry)
         make = self.make
         self._requests = make(Counter, "requests", "Requests answered", labelnames=["path", "status"])
         self._seconds = make(
@@ -97,13 +88,13 @@ class Monitor:
         self._sampled: Tally[str] = Tally()  # the sums at the last point
         self._unsampled = 0  # answers since then
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
-        self._clients: OrderedDict[str, dict] = OrderedDict()
+        self._clients: dict[str, dict] = {}  # the last seen last
         self._errors: deque[tuple[float, dict]] = deque(maxlen=_ERRORS)
         self._statuses: Tally[int] = Tally()
         self._sums: Tally[str] = Tally()
         self._reported = (time.monotonic(), Tally(), 0)
 
-    def make(self, kind: type[_MetricT], name: str, text: str, **options) -> _MetricT:
+    def make(self, kind: type, name: str, text: str, **options) -> Any:
         """Return a new metric of /metrics."""
         return kind(f"grpo_ref_{name}", text, registry=self._registry, **options)
 
@@ -146,13 +137,13 @@ class Monitor:
             if scored:
                 self._latencies.append(seconds)
                 self._unsampled += 1
-                sender = self._clients.setdefault(client or address, {"requests": 0, "tokens": 0})
+                sender = self._clients.pop(client or address, {"requests": 0, "tokens": 0})
                 sender |= {"name": client, "address": address, "last_seen": time.monotonic()}
                 sender["requests"] += 1
                 sender["tokens"] += tokens
-                self._clients.move_to_end(client or address)
-                while len(self._clients) > _CLIENTS:
-                    self._clients.popitem(last=False)
+                self._clients[client or address] = sender
+                if len(self._clients) > _CLIENTS:
+                    del self._clients[next(iter(self._clients))]
             if error is not None and error.code != "no_run":  # the answer to a worker that waits for a trainer
                 facts = {"status": status, "code": error.code, "message": error.message[:300]}
                 self._errors.append((time.monotonic(), {**facts, "client": client or address}))
@@ -189,7 +180,7 @@ class Monitor:
             held_on_device, _, peak = self.device_memory()
             self._device_memory.set(held_on_device)
             self._device_peak.set(peak)
-        return generate_latest(self._registry)
+        return prometheus_client.generate_latest(self._registry)
 
     def status(self, held: dict[str, tuple[int, int]]) -> dict:
         """Return the numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
