@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 
 import bottle
 
@@ -37,7 +37,7 @@ def _add_queries(app: App, service: PoolService) -> None:
     @app.get(wire.VERSIONS_PATH)
     def versions():
         service.check_ready()
-        return make_json([json.loads(version.to_json()) for version in service.store.versions()])
+        return make_json([asdict(version) for version in service.store.versions()])
 
     @app.get(wire.FILES_PATH)
     def send_file():

@@ -116,10 +116,7 @@ class FairQueue:
         return held
 
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[Scores]:
-        """Queue a request; the future gives its answer, or raises ProtocolError.
-
-        Raises ProtocolError, 503: the queue is closed, or full for this client.
-        """
+        """Queue a request for a future answer. Raises ProtocolError, 503, if closed, or full for this client."""
         job = Job(request, client)
         parts = by_prompt(job.sequences, range(len(job.sequences)))
         job.parts.extend(map(deque, self._cut_passes(job, parts) if self._deterministic else parts))
@@ -156,10 +153,10 @@ class FairQueue:
                 del self._jobs[future]
 
     def exchange(self, action: Callable[[], None], undo: Callable[[], None], becomes: str) -> Future[None]:
-        """Let the scorer call `action` between the last request submitted so far and the first submitted from now on.
+        """Let the scorer call `action` after the requests submitted so far, before those submitted from now on.
 
         One exchange at a time. The future returns when it is done, and raises ProtocolError if it was undone.
-        Raises ProtocolError, 503: the queue is closed.
+        Raises ProtocolError, 503, if the queue is closed.
         """
         with self._changed:
             self._check_open()
@@ -240,10 +237,10 @@ class FairQueue:
                 job.is_later = False
             if refusal is None:
                 self.fingerprint = exchange.becomes
-        if refusal is not None:
-            exchange.done.set_exception(refusal)
-        else:
+        if refusal is None:
             exchange.done.set_result(None)
+        else:
+            exchange.done.set_exception(refusal)
 
     def settle(self, batch: Batch) -> None:
         """Record these sequences as done, and resolve every job that is now complete or refused.
@@ -253,13 +250,10 @@ class FairQueue:
         with self._changed:
             for job, row in batch:
                 job.tokens_left -= job.count_tokens([row])
-        for job in dict.fromkeys(job for job, _ in batch):
-            if not job.is_over:
-                continue
-            with self._changed:  # before the answer, whose reader may send the next request at once
-                if job.future not in self._jobs:  # cancelled meanwhile
-                    continue
-                del self._jobs[job.future]
+            # Removed before the answer, whose reader may send the next request at once; some were cancelled meanwhile.
+            over = [job for job in dict.fromkeys(job for job, _ in batch) if job.is_over]
+            over = [job for job in over if self._jobs.pop(job.future, None)]
+        for job in over:
             job.resolve(self.fingerprint)
 
     def abandon(self) -> None:
