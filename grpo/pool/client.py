@@ -101,8 +101,7 @@ class PoolClient:
     def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
         """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted".
 
-        `weights`: number and SHA-256 of the versions that drew them. Raises ResultRefused if the pool finds that a
-        group cannot be the completions of its task.
+        `weights`: number and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's.
         """
         body = self._ask(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
         return _decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
@@ -120,10 +119,7 @@ class PoolClient:
         self._ask(wire.NEEDED_PATH, b"", {"version": str(version)})
 
     def report_drift(self, drifts: Iterable[tuple[int, float, int]]) -> None:
-        """Report, for up to MOST_TASKS groups, how far the workers' log-probs are from the trainer's.
-
-        Each is (group, mean distance in nats a token, tokens).
-        """
+        """Report up to MOST_TASKS (group, mean distance of both sides' log-probs in nats a token, tokens)."""
         self._ask(wire.DRIFT_PATH, json.dumps({"groups": [[*row] for row in drifts]}).encode())
 
     def send_file(self, source: Path | bytes, sha256: str) -> None:

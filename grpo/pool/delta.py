@@ -41,10 +41,7 @@ class DeltaError(Exception):
 def sha256_of(path: Path) -> str:
     """Return a file's SHA-256 in hex."""
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_delta(old: Path, new: Path, delta: Path, limit: int) -> int | None:

@@ -66,9 +66,9 @@ class Leases:
         self._workers: dict[str, WorkerState] = {}
 
     def seen(self, lease: Lease) -> WorkerState:
-        """Note a worker's request: from now on it holds the tasks that it names, and no others.
+        """Note a worker's request: from now on it holds the tasks that it names, unless another holds them.
 
-        It may name tasks from before this process started, or it was silent: they are its, unless another holds them.
+        It may name tasks from before this process started, or it was silent.
         """
         with self.changed:
             worker = self._worker(lease.worker, lease)
@@ -125,10 +125,7 @@ class Leases:
             self.changed.notify_all()
 
     def drifted(self, drifts: Mapping[str, float], is_one_version: bool = True) -> None:
-        """Note how far each worker's log-probs are from the trainer's, and suspend those that are too far.
-
-        Drifts can be compared only if all workers drew with one version; else none is suspended.
-        """
+        """Note how far workers' log-probs are from the trainer's; suspend those too far, if `is_one_version`."""
         with self.changed:
             least = min(drifts.values(), default=0.0)
             for name, drift in drifts.items():

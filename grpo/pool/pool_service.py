@@ -84,10 +84,7 @@ class PoolService(Service):
         return len(tasks)
 
     def lease(self, lease: Lease, is_gone: Callable[[], bool]) -> bytes:
-        """Lease tasks to a worker and return them as bytes; wait if no task is free.
-
-        Raises ProtocolError: 403 for a suspended worker, 404 without a run, 503.
-        """
+        """Lease tasks to a worker; wait if none is free. Raises ProtocolError: 403 for a suspended worker, 404, 503."""
         run = self.store.run()
         self._check_welcome(self.leases.seen(lease))
         tasks: list[Task] = []
@@ -111,8 +108,7 @@ class PoolService(Service):
     def add_results(self, body: bytes, worker: str) -> list[str]:
         """Keep completions; return the answer to each group. A group that replaced weights drew is not wanted.
 
-        Raises ProtocolError: 403 for a suspended worker, 422 if a group cannot be the completions of its task; no group
-        is kept then.
+        Raises ProtocolError, and keeps none: 403 for a suspended worker, 422 for what no task's completions can be.
         """
         check_name("worker", worker)
         self._check_welcome(self.leases.find(worker))

@@ -37,29 +37,21 @@ class Engine(Protocol):
 
         `close` comes before a second `start`, which may have another folder's weights but never another run.
         """
-        ...
 
     def load(self, folder: Path, version: int) -> None:
         """Draw from now on with the weights of the folder's versions_file. No `draw` runs, but with loads_in_flight."""
-        ...
 
     def logprobs(self, probe: Probe) -> list[float]:
         """Return the log-prob of each of the probe's completion ids, at temperature 1. `draw` as for `load`."""
-        ...
 
     def draw(self, task: Task) -> GroupResult:
         """Draw a group's completions, and say which version drew each token.
 
         Up to `capacity` threads call it at a time. It raises RewardError too, if the run's environment fails.
         """
-        ...
 
     def close(self) -> None:
-        """End. Any number of times, from any thread, and before `start` too.
-
-        A `draw` that runs ends soon, perhaps with an EngineError.
-        """
-        ...
+        """End: any number of times, from any thread, before `start` too. A `draw` ends soon, perhaps by EngineError."""
 
 
 def draw_in_turns(
@@ -71,7 +63,7 @@ def draw_in_turns(
     """Draw a group whose completions have several segments, each completion in a thread: none waits for another's.
 
     `draw_segment(ids, room)` draws at most `room` tokens after these ids, up to an eos, and returns their ids,
-    log-probs and versions. Raises what it raises, or an answer: RewardError where an environment fails.
+    log-probs and versions. Raises what it raises, and RewardError where an environment fails.
     """
     example, failed = turns.make_example(task), threading.Event()
 

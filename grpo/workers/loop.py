@@ -41,9 +41,9 @@ _UPLOADS = 4  # threads; each sends one group
 
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
-    """Prove that the engine has a version: it gives a sequence the log-probs that the trainer gave it.
+    """Prove that the engine gives a version's probe the trainer's log-probs; return the mean distance in nats a token.
 
-    Return their mean difference, in nats a token. Raises EngineError if it is too large, or NaN.
+    Raises EngineError if it is too large, or NaN.
     """
     pairs = zip(engine.logprobs(version.probe), version.probe.logprobs, strict=True)
     difference = statistics.fmean(abs(mine - theirs) for mine, theirs in pairs)
@@ -91,8 +91,7 @@ class GenerationWorker:
     def run(self) -> None:
         """Draw until `stop` is set.
 
-        Raises ServerError, WorkerFailed, RewardError if the run's environment fails, and ConfigError if its tools and
-        environment differ from the run's.
+        Raises ServerError, WorkerFailed, RewardError from the run's environment, ConfigError for another environment.
         """
         try:
             self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
