@@ -83,10 +83,8 @@ def run(config: WorkerConfig) -> int:
 
 
 def check_pool(config: WorkerConfig) -> None:
-    """Raise ServerError for a wrong token or address, before an engine is imported, which may take a minute.
-
-    A pool that does not answer may do so later.
-    """
+    """Raise ServerError for a wrong token or address, before an engine is imported, which may take a minute. A pool
+    that does not answer may do so later."""
     with suppress(RequestFailure):
         PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
 

@@ -55,10 +55,8 @@ PAGE_POLICY = (
 
 
 def keep_memory_flat() -> None:
-    """Let all threads share one heap of glibc, but for those that run already.
-
-    With a heap for each, which becomes fragmented, the same work peaked anywhere from 250 to 700 MiB above the weights.
-    """
+    """Let all threads share one heap of glibc, but for those that run already. With a heap for each, which becomes
+    fragmented, the same work peaked anywhere from 250 to 700 MiB above the weights."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # another C library does not need it
         mallopt(-8, 1)  # M_ARENA_MAX

@@ -28,10 +28,8 @@ class TaskClient:
     """The servers of one task, and the threads that send requests to them. Close it when the run ends."""
 
     def __init__(self, config: ClientConfig, task: str, urls: list[str], wanted: str, run: str):
-        """`wanted` names the answers in messages, `run` the client's run on the servers' pages.
-
-        Raises ServerError where `ref_ca_file` holds no certificate.
-        """
+        """`wanted` names the answers in messages, `run` the client's run on the servers' pages. Raises ServerError
+        where `ref_ca_file` holds no certificate."""
         self._config = config
         self._client_id = make_client_name(run)  # servers serve their clients in turn
         self.connection = Connection(config, task)
@@ -85,10 +83,8 @@ class TaskClient:
 
 
 def make_client_name(run: str) -> str:
-    """Return a name that people can read and no other client has: "RUN, rank R of N, HOST #random".
-
-    It has 128 characters at most, as docs/protocol.md wants it. Without a run it begins with the rank.
-    """
+    """Return a name that people can read and no other client has: "RUN, rank R of N, HOST #random". It has 128
+    characters at most, as docs/protocol.md wants it. Without a run it begins with the rank."""
     place = f"rank {os.environ.get('RANK', '0')} of {rank_count()}, {socket.gethostname()[:32]}"
     name = f"{run[:48]}, {place}" if run else place
     # The name of a folder may hold bytes that are no text.

@@ -46,10 +46,8 @@ class Connection:
         self.outdated: set[str] = set()  # fingerprints of the models that this run has replaced
 
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:
-        """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less.
-
-        Raises RequestFailure, or RequestRefused where sending it again cannot help.
-        """
+        """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less. Raises
+        RequestFailure, or RequestRefused where sending it again cannot help."""
         response = self._post(url, TASK_PATHS[self._task], body, seconds)
         try:
             answer = decode(response.content)
@@ -60,9 +58,7 @@ class Connection:
 
     def upload_weights(self, url: str, weights: WeightsToSend, replaces: str) -> Iterator[None]:
         """Replace the server's model, whose fingerprint is `replaces`. Yields after each piece that the server took.
-
-        Begins where an earlier upload of the same file ended. Raises RequestFailure, ServerError.
-        """
+        Begins where an earlier upload of the same file ended. Raises RequestFailure, ServerError."""
         seconds = self._config.ref_request_timeout
 
         def post(query: dict, data: bytes) -> requests.Response:

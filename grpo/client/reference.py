@@ -178,10 +178,8 @@ class ReferenceClient(TaskClient):
 
 
 def cut_requests(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
-    """Share out groups to requests of up to SHARED_TOKENS; a larger group, or one with pictures, is by itself.
-
-    Groups of equal prompts share no request: a deterministic server would compute them in one pass.
-    """
+    """Share out groups to requests of up to SHARED_TOKENS; a larger group, or one with pictures, is by itself. Groups
+    of equal prompts share no request: a deterministic server would compute them in one pass."""
     shared: list[_Asked] = []
     prompts: set[bytes] = set()
     tokens = 0

@@ -52,10 +52,8 @@ class PoolClient:
     def __init__(
         self, url: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
     ):
-        """`request_timeout`: seconds without an answer, added to those that the pool is asked to wait.
-
-        Raises ServerError if `ref_ca_file` holds no certificate.
-        """
+        """`request_timeout`: seconds without an answer, added to those that the pool is asked to wait. Raises
+        ServerError if `ref_ca_file` holds no certificate."""
         self.url = url.rstrip("/")
         self._token, self._seconds = token, request_timeout
         self._sessions = sessions.open_sessions(token, ref_ca_file, wire.CONTENT_TYPE)
@@ -99,10 +97,8 @@ class PoolClient:
         return _decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
     def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
-        """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted".
-
-        `weights`: number and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's.
-        """
+        """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted". `weights`: number
+        and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's."""
         body = self._ask(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
         return _decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
 
@@ -136,10 +132,8 @@ class PoolClient:
                 self.moved_at = time.monotonic()
 
     def fetch_file(self, sha256: str, path: Path) -> None:
-        """Write a file of the pool to `path`, from the end of an earlier call's part, which lies in SHA256.part.
-
-        Raises FileFailure if the pool lacks the file or the bytes are damaged, OSError if the disk fails.
-        """
+        """Write a file of the pool to `path`, from the end of an earlier call's part, which lies in SHA256.part. Raises
+        FileFailure if the pool lacks the file or the bytes are damaged, OSError if the disk fails."""
         part, size = path.with_name(f"{sha256}.part"), None
         with open(part, "ab") as file:
             while size is None or file.tell() < size:
@@ -178,10 +172,8 @@ class PoolClient:
             return response.content
 
     def _send(self, method: str, path: str, wait: float = 0.0, **request: Any) -> requests.Response:
-        """Return a response with status 200, 206 or 416; to GET run also 404 with the code no_run.
-
-        `request` is what requests takes. Raises RequestFailure if another try may help, ResultRefused, ServerError.
-        """
+        """Return a response with status 200, 206 or 416; to GET run also 404 with the code no_run. `request` is what
+        requests takes. Raises RequestFailure if another try may help, ResultRefused, ServerError."""
         timeout = sessions.CONNECT_SECONDS, self._seconds + wait
         try:
             response = self._sessions.session.request(method, self.url + path, timeout=timeout, **request)
@@ -224,19 +216,15 @@ class Retrier:
     answering, and one when it answers again."""
 
     def __init__(self, client: PoolClient, deadline: float, stop: threading.Event):
-        """`deadline`: seconds without a useful answer, or a part of a file, after which a request is given up.
-
-        Of a file only its parts count: a pool with a full disk still says how much of it is there.
-        """
+        """`deadline`: seconds without a useful answer, or a part of a file, after which a request is given up. Of a
+        file only its parts count: a pool with a full disk still says how much of it is there."""
         self._client, self._deadline, self._stop = client, deadline, stop
         self._waiting: set[int] = set()  # the threads whose requests wait for the pool
         self._lock = threading.Lock()
 
     def __call__(self, send: Callable[[], _Value]) -> _Value:
-        """Return the result of `send` once it raises no RequestFailure.
-
-        Raises ServersUnavailable after the deadline, FileFailure and ServerError at once, Stopped.
-        """
+        """Return the result of `send` once it raises no RequestFailure. Raises ServersUnavailable after the deadline,
+        FileFailure and ServerError at once, Stopped."""
         thread, failures, stuck_since = threading.get_ident(), 0, 0.0
         try:
             while not self._stop.is_set():

@@ -54,10 +54,8 @@ class Database:
     disk fails."""
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
-        """Open the file, or make it. `on_damage` is called if a later request finds it damaged or gone.
-
-        Raises ConfigError if it is no pool's, damaged, or in use.
-        """
+        """Open the file, or make it. `on_damage` is called if a later request finds it damaged or gone. Raises
+        ConfigError if it is no pool's, damaged, or in use."""
         self.path, self._on_damage = path, on_damage
         self.setting = f"pool_file={path!r}"  # the first words of messages about the file
         self.lock = threading.RLock()  # a caller holds it over several reads of one state
@@ -138,10 +136,8 @@ class Database:
 
 
 def open_read_only(path: str, setting: str) -> sqlite3.Connection:
-    """Open a pool's file to read it, also while a pool runs on it.
-
-    Raises ConfigError if it is no pool's. Its message begins with `setting`: a field and its value.
-    """
+    """Open a pool's file to read it, also while a pool runs on it. Raises ConfigError if it is no pool's. Its message
+    begins with `setting`: a field and its value."""
     if not Path(path).is_file():
         raise unusable(setting, "there is no such file", "name the pool_file of a pool")
     # Without a log beside it no process has it open, and it may lie where nothing can be written.

@@ -66,10 +66,8 @@ class Leases:
         self._workers: dict[str, WorkerState] = {}
 
     def seen(self, lease: Lease) -> WorkerState:
-        """Note a worker's request: from now on it holds the tasks that it names, unless another holds them.
-
-        It may name tasks from before this process started, or it was silent.
-        """
+        """Note a worker's request: from now on it holds the tasks that it names, unless another holds them. It may name
+        tasks from before this process started, or it was silent."""
         with self.changed:
             worker = self._worker(lease.worker, lease)
             named, before = {(group, attempt) for group, attempt in lease.holds}, worker.holds

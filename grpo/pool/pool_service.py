@@ -106,10 +106,8 @@ class PoolService(Service):
         return encode_drawn([decode_drawn(body)[0] for body in results])
 
     def add_results(self, body: bytes, worker: str) -> list[str]:
-        """Keep completions; return the answer to each group. A group that replaced weights drew is not wanted.
-
-        Raises ProtocolError, and keeps none: 403 for a suspended worker, 422 for what no task's completions can be.
-        """
+        """Keep completions; return the answer to each group. A group that replaced weights drew is not wanted. Raises
+        ProtocolError, and keeps none: 403 for a suspended worker, 422 for what no task's completions can be."""
         check_name("worker", worker)
         self._check_welcome(self.leases.find(worker))
         run = self.store.run()
@@ -162,10 +160,8 @@ class PoolService(Service):
         return self.numbers.summary()
 
     def _take(self, lease: Lease) -> list[Task]:
-        """Lease the first free tasks to a worker, all of one version, and no more than its share.
-
-        Else a worker that draws many groups at a time would leave none to those that ask a moment later.
-        """
+        """Lease the first free tasks to a worker, all of one version, and no more than its share. Else a worker that
+        draws many groups at a time would leave none to those that ask a moment later."""
         with self.leases.changed:
             held = self.leases.held()
             free = [task for task in self.store.open_tasks(lease.room + len(held)) if task.key not in held]
@@ -182,10 +178,8 @@ class PoolService(Service):
     def _wait(
         self, find: Callable[[], list[_Item]], seconds: float, is_gone: Callable[[], bool], worker: str = ""
     ) -> list[_Item]:
-        """Call `find` until it returns items, and return them; empty after `seconds`.
-
-        Raises ProtocolError: 499 if the client has gone, 503 if too many wait or the server is ending.
-        """
+        """Call `find` until it returns items, and return them; empty after `seconds`. Raises ProtocolError: 499 if the
+        client has gone, 503 if too many wait or the server is ending."""
         if (items := find()) or seconds == 0:
             return items
         end = time.monotonic() + min(seconds, LONGEST_WAIT)

@@ -319,10 +319,8 @@ def _files_of(version: Version) -> list[str]:
 
 
 class Recording:
-    """The run and the results of a pool's file, also of a running pool's.
-
-    All methods may be called from any thread, and raise ConfigError if the file is damaged.
-    """
+    """The run and the results of a pool's file, also of a running pool's. All methods may be called from any thread,
+    and raise ConfigError if the file is damaged."""
 
     def __init__(self, path: str):
         """Open the file. Raises ConfigError if it is no pool's."""

@@ -58,10 +58,8 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
 
 
 def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str]] | None = None) -> bytes:
-    """Return the body of POST results, and of the answer of POST groups.
-
-    `weights`, of POST results: number and SHA-256 of the versions that drew them.
-    """
+    """Return the body of POST results, and of the answer of POST groups. `weights`, of POST results: number and SHA-256
+    of the versions that drew them."""
     completions = [completion for group in groups for completion in group.completions]
     tensors = _columns(_GROUPS, [(*group.key, len(group.completions)) for group in groups]) | {
         "completion_lengths": np.asarray([*map(len, completions)], np.int32),

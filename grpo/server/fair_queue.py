@@ -171,10 +171,8 @@ class FairQueue:
             self._changed.notify()
 
     def take(self) -> Batch | Exchange | None:
-        """Wait for sequences of about one forward pass, or an exchange; None when the queue is closed and empty.
-
-        Finish a batch with `settle`, an exchange with `finish_exchange`; `abandon` cancels either.
-        """
+        """Wait for sequences of about one forward pass, or an exchange; None when the queue is closed and empty. Finish
+        a batch with `settle`, an exchange with `finish_exchange`; `abandon` cancels either."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting() or self._exchange or self._closed)
             if not (waiting := self._waiting()):
@@ -243,10 +241,8 @@ class FairQueue:
             exchange.done.set_exception(refusal)
 
     def settle(self, batch: Batch) -> None:
-        """Record these sequences as done, and resolve every job that is now complete or refused.
-
-        All sequences of a job are scored between two exchanges, so its answer is of one model, the present one.
-        """
+        """Record these sequences as done, and resolve every job that is now complete or refused. All sequences of a job
+        are scored between two exchanges, so its answer is of one model, the present one."""
         with self._changed:
             for job, row in batch:
                 job.tokens_left -= job.count_tokens([row])

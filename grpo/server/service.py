@@ -115,10 +115,8 @@ class Service:
 
 
 def _foreign(headers: dict[str, str]) -> ProtocolError | None:
-    """Return the refusal of a request that another site's page may send, from a browser of this machine.
-
-    A browser always sends `Host`, and `Origin` with every request that could change something.
-    """
+    """Return the refusal of a request that another site's page may send, from a browser of this machine. A browser
+    always sends `Host`, and `Origin` with every request that could change something."""
     host, origin = headers.get("HOST", ""), headers.get("ORIGIN")
     if host and not _THIS_MACHINE.fullmatch(host):
         message = f"Host {host[:80]!r}: without a token ask this server as localhost, 127.0.0.1 or [::1]"

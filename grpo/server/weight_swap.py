@@ -48,10 +48,8 @@ class Upload:
 
 
 class UploadSlot:
-    """The place of the one upload that a server accepts at a time. All methods may be called from any thread.
-
-    Another upload waits until this one is installed, or has received nothing new for `patience` seconds.
-    """
+    """The place of the one upload that a server accepts at a time. All methods may be called from any thread. Another
+    upload waits until this one is installed, or has received nothing new for `patience` seconds."""
 
     def __init__(self, folder: str, weights: dict[str, torch.Tensor], patience: float):
         self._folder, self._weights, self._patience = folder, weights, patience
@@ -90,10 +88,8 @@ class UploadSlot:
 
     @contextmanager
     def hold(self, sha256: str) -> Iterator[Upload]:
-        """Lend the complete upload, whose open file is then the caller's; drop it after an error.
-
-        No other takes its place meanwhile. Raises ProtocolError, 409, for a missing piece.
-        """
+        """Lend the complete upload, whose open file is then the caller's; drop it after an error. No other takes its
+        place meanwhile. Raises ProtocolError, 409, for a missing piece."""
         with self._lock:
             upload = self._upload
             if upload is None or (upload.sha256, upload.received) != (sha256, upload.size):

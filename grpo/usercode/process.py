@@ -44,20 +44,16 @@ class UserProcess:
     """A process that answers one task at a time. A new process replaces one that is lost."""
 
     def __init__(self, make_service: Callable, arguments: tuple, names: Sequence[str], folder: str):
-        """Start a process that imports `make_service`, and calls it with `arguments`; its object has `answer`.
-
-        `names`: the user's names of the code, for messages; `folder`: the working directory of all replacements.
-        """
+        """Start a process that imports `make_service`, and calls it with `arguments`; its object has `answer`. `names`:
+        the user's names of the code, for messages; `folder`: the working directory of all replacements."""
         self._service, self._names, self._folder = pickle.dumps((make_service, arguments)), names, folder
         self._calls = 0
         self._is_ended = False
         self._start()
 
     def call(self, task: tuple, seconds: float) -> dict[str, Any]:
-        """Return the service's reply to a task.
-
-        Raises CallLost if none comes in time, RewardError if no process starts, CancelledError after `end`.
-        """
+        """Return the service's reply to a task. Raises CallLost if none comes in time, RewardError if no process
+        starts, CancelledError after `end`."""
         if not self._ready:
             self._wait_ready()
         self._calls += 1
@@ -197,10 +193,8 @@ _Result = TypeVar("_Result")
 
 
 class ProcessPool:
-    """Processes of one service, started when needed, and `threads` that wait for calls.
-
-    A program closes it before its end, or Python waits for the running calls.
-    """
+    """Processes of one service, started when needed, and `threads` that wait for calls. A program closes it before its
+    end, or Python waits for the running calls."""
 
     def __init__(self, service: tuple[Callable, tuple, Sequence[str]], timeout: float, threads: int, started: int = 0):
         """`service`: the first arguments of UserProcess; `timeout`: seconds of a call; `started`: processes to start

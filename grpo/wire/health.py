@@ -57,10 +57,8 @@ class ServerInfo:
 
     @classmethod
     def from_json(cls, body: bytes) -> ServerInfo:
-        """Read the flat object; ignore unknown fields, and give missing ones their defaults.
-
-        Raises ValueError for a body that is not a version 1 health answer.
-        """
+        """Read the flat object; ignore unknown fields, and give missing ones their defaults. Raises ValueError for a
+        body that is not a version 1 health answer."""
         fields = json.loads(body)
         if not isinstance(fields, dict) or fields.get("version") != VERSION or "status" not in fields:
             raise ValueError(f"not a version {VERSION} reference server: {body[:200]!r}")

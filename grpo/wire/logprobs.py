@@ -68,9 +68,7 @@ class LogprobsRequest:
 
     def sequences(self) -> list[tuple[np.ndarray | PicturedPrompt, np.ndarray]]:
         """Return (prompt ids, completion ids) of each sequence, in order; a prompt with pictures is a PicturedPrompt.
-
-        Successive sequences of an equal prompt share its PicturedPrompt.
-        """
+        Successive sequences of an equal prompt share its PicturedPrompt."""
         ends = np.cumsum(self.prompt_lengths.astype(np.int64) + self.completion_lengths)
         whole = np.split(self.input_ids, ends[:-1])
         sequences = [(ids[:n], ids[n:]) for ids, n in zip(whole, self.prompt_lengths, strict=True)]

@@ -118,10 +118,8 @@ def check_picture(data: bytes) -> tuple[int, int]:
 
 
 def open_picture(data: bytes) -> Image:
-    """Return a picture decoded to RGB, and turned as its camera was held, as transformers' `load_image` does.
-
-    Raises PictureError: as `check_picture`, and for a file that is cut off or damaged.
-    """
+    """Return a picture decoded to RGB, and turned as its camera was held, as transformers' `load_image` does. Raises
+    PictureError: as `check_picture`, and for a file that is cut off or damaged."""
     picture = _read_header(data)
     with _refused_damage():
         ImageOps.exif_transpose(picture, in_place=True)

@@ -58,10 +58,8 @@ class RewardRequest:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse JSON of more values than any request has, before it is read.
-
-    As a tree a stranger's JSON takes 25 times its size, and every other thread waits while the tree is built.
-    """
+    """Refuse JSON of more values than any request has, before it is read. As a tree a stranger's JSON takes 25 times
+    its size, and every other thread waits while the tree is built."""
     texts = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if texts.count(b'"') <= 10 * _MOST_MESSAGES:  # a message has four texts: eight quotes
         outside = b"".join(texts.split(b'"')[::2])

@@ -88,9 +88,7 @@ class RunTools:
         cls, schemas: Sequence[dict[str, Any]] | None, environment: str | None, rewards: Sequence[str], **settings: Any
     ) -> RunTools:
         """Describe functions by their JSON schemas, and an environment by its setting, path/to/file.py:Class.
-
-        `settings` are those that SETTINGS names.
-        """
+        `settings` are those that SETTINGS names."""
         schemas = [*(schemas or [])]
         names = [schema["function"]["name"] for schema in schemas]
         digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
@@ -120,9 +118,7 @@ class RunTools:
 
 def cut_segments(ids: Sequence[int], drawn: Sequence[bool] | None) -> list[tuple[bool, list[int]]]:
     """Cut a completion into (whether the policy drew it, ids) of each turn, of the policy or of an answer to it.
-
-    `drawn` has for each id whether the policy drew it; None is all of them.
-    """
+    `drawn` has for each id whether the policy drew it; None is all of them."""
     if drawn is None:
         return [(True, [*ids])]
     parts = groupby(zip(drawn, ids, strict=True), key=itemgetter(0))

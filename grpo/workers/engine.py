@@ -45,10 +45,8 @@ class Engine(Protocol):
         """Return the log-prob of each of the probe's completion ids, at temperature 1. `draw` as for `load`."""
 
     def draw(self, task: Task) -> GroupResult:
-        """Draw a group's completions, and say which version drew each token.
-
-        Up to `capacity` threads call it at a time. It raises RewardError too, if the run's environment fails.
-        """
+        """Draw a group's completions, and say which version drew each token. Up to `capacity` threads call it at a
+        time. It raises RewardError too, if the run's environment fails."""
 
     def close(self) -> None:
         """End: any number of times, from any thread, before `start` too. A `draw` ends soon, perhaps by EngineError."""

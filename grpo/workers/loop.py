@@ -42,9 +42,7 @@ _UPLOADS = 4  # threads; each sends one group
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
     """Prove that the engine gives a version's probe the trainer's log-probs; return the mean distance in nats a token.
-
-    Raises EngineError if it is too large, or NaN.
-    """
+    Raises EngineError if it is too large, or NaN."""
     pairs = zip(engine.logprobs(version.probe), version.probe.logprobs, strict=True)
     difference = statistics.fmean(abs(mine - theirs) for mine, theirs in pairs)
     # Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6.
@@ -89,10 +87,8 @@ class GenerationWorker:
         self._drawn: deque[tuple[float, int]] = deque()  # time and tokens of the last minute's groups
 
     def run(self) -> None:
-        """Draw until `stop` is set.
-
-        Raises ServerError, WorkerFailed, RewardError from the run's environment, ConfigError for another environment.
-        """
+        """Draw until `stop` is set. Raises ServerError, WorkerFailed, RewardError from the run's environment,
+        ConfigError for another environment."""
         try:
             self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
             log.info("%s: run %s", self._client.url, self._run.name)
@@ -203,10 +199,8 @@ class GenerationWorker:
         return version is not None
 
     def _use(self, version: Version) -> None:
-        """Load the folder's weights into the engine, and prove them; restart the engine if it fails.
-
-        Raises WorkerFailed after MOST_RESTARTS.
-        """
+        """Load the folder's weights into the engine, and prove them; restart the engine if it fails. Raises
+        WorkerFailed after MOST_RESTARTS."""
         while True:
             if self._engine_error is not None:
                 self._restart(self._engine_error)

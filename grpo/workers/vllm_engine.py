@@ -228,10 +228,8 @@ def card_name() -> str:
 
 
 def _environment(has_adapter: bool) -> dict[str, str]:
-    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM.
-
-    Also without the growing segments of grpo/__init__.py: vLLM's own all-reduce cannot share memory that grows.
-    """
+    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM. Also
+    without the growing segments of grpo/__init__.py: vLLM's own all-reduce cannot share memory that grows."""
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop(TOKEN_VARIABLE, None)
     for name in ALLOCATOR:

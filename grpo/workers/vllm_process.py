@@ -99,10 +99,8 @@ class VllmServer:
         raise EngineError(self._describe_end() if self.has_ended(3.0) else f"{path}: {failure}; its log is {self._log}")
 
     def count_tokens(self) -> float | None:
-        """Return how many tokens the server has read and drawn; None if it does not answer.
-
-        NaN, which differs from itself, if it does not count them (--disable-log-stats).
-        """
+        """Return how many tokens the server has read and drawn; None if it does not answer. NaN, which differs from
+        itself, if it does not count them (--disable-log-stats)."""
         try:
             lines = self._request("GET", "/metrics", 10.0).text.splitlines()
         except requests.RequestException:

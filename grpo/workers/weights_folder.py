@@ -36,10 +36,8 @@ _Value = TypeVar("_Value")
 
 
 class ModelFolder:
-    """A folder with a model for an engine: configuration, tokenizer and `model.safetensors`.
-
-    That file has a version's weights, or the base of an adapter which the folder `adapter` has.
-    """
+    """A folder with a model for an engine: configuration, tokenizer and `model.safetensors`. That file has a version's
+    weights, or the base of an adapter which the folder `adapter` has."""
 
     def __init__(self, folder: Path, client: PoolClient, patience: Retrier):
         self.path = folder / "model"
@@ -51,9 +49,7 @@ class ModelFolder:
 
     def bring_model(self, run: RunInfo) -> None:
         """Fetch what all versions share: the folder's other files, in place of those there, and an adapter's base.
-
-        Raises as `bring`.
-        """
+        Raises as `bring`."""
         self._try_again(lambda: self._bring_model(run))
 
     def _bring_model(self, run: RunInfo) -> None:
@@ -80,10 +76,8 @@ class ModelFolder:
             self._weights, self.sha256 = self.path / ADAPTER_WEIGHTS, ""  # from now on versions are the adapter's
 
     def bring(self, number: int, sha256: str) -> Version | None:
-        """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
-
-        Return None if the pool has dropped the version. Raises ServerError, WorkerFailed, and as Retrier.
-        """
+        """Bring a version with these weights, by the shortest chain of deltas or as a whole file. Return None if the
+        pool has dropped the version. Raises ServerError, WorkerFailed, and as Retrier."""
         return self._try_again(lambda: self._bring(number, sha256))
 
     def _bring(self, number: int, sha256: str) -> Version | None:
@@ -123,10 +117,8 @@ class ModelFolder:
         return path.stat().st_size
 
     def _try_again(self, bring: Callable[[], _Value]) -> _Value:
-        """Call `bring` some times, after a failure without the folder's weights.
-
-        Raises ServerError, and WorkerFailed if the folder cannot be written.
-        """
+        """Call `bring` some times, after a failure without the folder's weights. Raises ServerError, and WorkerFailed
+        if the folder cannot be written."""
         for _ in range(_TRIES):
             try:
                 return bring()
@@ -184,9 +176,7 @@ _LOCK, _PREFIX = "lock", "grpo-worker-"
 @contextmanager
 def open_folder(path: str | None) -> Iterator[Path]:
     """Give a folder that no other worker uses; without a path a temporary one, removed at the end or by a later worker.
-
-    Raises ConfigError if it cannot be made, or another worker uses it.
-    """
+    Raises ConfigError if it cannot be made, or another worker uses it."""
     folder, lock = _make_temporary() if path is None else _take(path)
     try:
         yield folder

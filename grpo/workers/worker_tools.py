@@ -51,10 +51,8 @@ def check_given(config: WorkerConfig, run: RunInfo) -> None:
 
 
 def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools | None:
-    """Start the worker's tools and environment with the run's settings; None for a run without.
-
-    `folder` has the run's tokenizer. Raises ConfigError if they cannot be used, or differ from the run's.
-    """
+    """Start the worker's tools and environment with the run's settings; None for a run without. `folder` has the run's
+    tokenizer. Raises ConfigError if they cannot be used, or differ from the run's."""
     if run.turns is None:
         return None
     from grpo.model.load import load_tokenizer
