@@ -69,12 +69,9 @@ class Balancer:
     def send(self, body: bytes, decode: Callable[[bytes], Answer], size: int, name: str, once: bool = False) -> Answer:
         """Send a request to one server after another until one answers; return the decoded answer.
 
-        `size` is the request's cost for a server, in tokens; `name` stands for it in messages. With `once` the request
-        is sent to one server only, which may raise RequestFailure.
-
-        Raises ServersUnavailable when no server answers in time, RequestRefused when one refuses the request,
-        ServerError when all have changed their model.
-        """
+        `size` is the request's cost for a server, in tokens; `name` stands for it in messages. With `once` it is sent
+        to one server only, which may raise RequestFailure. Raises ServersUnavailable when no server answers in time,
+        RequestRefused when one refuses the request, ServerError when all have changed their model."""
         deadline = time.monotonic() + self._patience
         while True:
             server, load = self._reserve_server(size, name, deadline)
@@ -103,10 +100,8 @@ class Balancer:
         """Replace the model of all servers, and from now on use only those that have these weights.
 
         Returns when each server has them or has failed at least once. A background thread serves the others, and later
-        every server that lost them by a restart.
-
-        Raises ServersUnavailable if no server has them and none has made progress for `patience` seconds.
-        """
+        every server that lost them by a restart. Raises ServersUnavailable if no server has them and none has made
+        progress for `patience` seconds."""
         self.use_only(weights.fingerprint)
         with self._changed:
             self._weights, self._last_progress = weights, time.monotonic()
@@ -128,11 +123,8 @@ class Balancer:
                     )
 
     def _reserve_server(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
-        """Wait until the server that should answer first has room, and count `size` tokens there.
-
-        Returns the server and the tokens that are then in flight there. Raises ServersUnavailable at the deadline,
-        ServerError when every server has changed its model.
-        """
+        """Wait until the server that should answer first has room; count `size` tokens there, and return it with all
+        its tokens in flight. Raises ServersUnavailable at the deadline, ServerError when every model has changed."""
         with self._changed:
             while not self._closing.is_set():
                 if all(server.other_model for server in self.servers):

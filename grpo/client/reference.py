@@ -43,8 +43,7 @@ def check_reference(
 
     With `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with
     the policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`, when it may
-    be a later reference of this run.
-    """
+    be a later reference of this run."""
     urls, restart = " ".join(config.ref_servers), f"restart it with --model_name_or_path {config.model_name_or_path}"
 
     def error(fault: str) -> ServerError:
@@ -103,11 +102,8 @@ class ReferenceClient(TaskClient):
         """Wait until every server is ready and check that all serve the same model; return it.
 
         With `any_version` each may have another of this run's references: the balancer's `send_weights` or `use_only`
-        names the right one afterwards.
-
-        Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models, or missing updates that the
-        run needs.
-        """
+        names the right one afterwards. Raises ServersUnavailable as `wait_for_servers`, ServerError for differing
+        models, or missing updates that the run needs."""
         config = self._config
         start = f"'python ref_server.py --model_name_or_path {config.model_name_or_path}' there"
         remedy = f"{start}, or set ref_servers to its address, or beta to 0 to train without"
@@ -150,9 +146,7 @@ class ReferenceClient(TaskClient):
         """Send requests as one, or one after the other if that fails, and give each future its answer or an error.
 
         A slow server may answer each in time and not all together, and a small queue may have no room for all. So the
-        shared request is sent once, and each of the others until `ref_deadline`. The first that fails then is the last
-        that is sent: its error ends the run.
-        """
+        shared request is sent once, and each of the others until `ref_deadline`. The first that fails ends the run."""
         asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
         try:
             if len(asked) > 1:

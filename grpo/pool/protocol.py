@@ -217,11 +217,8 @@ def keys_of(name: str, value: object) -> list[tuple[int, int]]:
 
 
 def drifts_of(value: object) -> dict[int, tuple[float, int]]:
-    """Read a JSON list of [group, drift, tokens].
-
-    Drift is the mean distance of the trainer's log-probs from the sampler's, in nats a token. Raises ProtocolError,
-    400, or 413 for too many.
-    """
+    """Read a JSON list of [group, drift, tokens], where drift is the mean distance of the trainer's log-probs from the
+    sampler's, in nats a token. Raises ProtocolError, 400, or 413 for too many."""
     if not isinstance(value, list) or not all(isinstance(row, list) and len(row) == 3 for row in value):
         raise malformed("groups: send a list of [group, drift, tokens]")
     check_number("groups", len(value), MOST_TASKS)

@@ -153,11 +153,8 @@ class FairQueue:
                 del self._jobs[future]
 
     def exchange(self, action: Callable[[], None], undo: Callable[[], None], becomes: str) -> Future[None]:
-        """Let the scorer call `action` after the requests submitted so far, before those submitted from now on.
-
-        One exchange at a time. The future returns when it is done, and raises ProtocolError if it was undone.
-        Raises ProtocolError, 503, if the queue is closed.
-        """
+        """Let the scorer call `action` after the requests submitted so far, before those submitted from now on. One
+        exchange at a time. The future raises ProtocolError if it was undone; this, 503, if the queue is closed."""
         with self._changed:
             self._check_open()
             self._exchange = Exchange(action, undo, becomes)

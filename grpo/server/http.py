@@ -198,9 +198,8 @@ class HttpServer(TcpWSGIServer):
     ):
         """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
 
-        `admit(path, headers named as in CGI)` returns whether the sender may ask everything, and the refusal of this
-        request, if any; `on_refused(method, path, sender, error)` hears of each that does not reach the app.
-        """
+        `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
+        request that does not reach the app."""
         self.config, self.admit, self.on_refused = config, admit, on_refused
         self._next_check = self._next_accept = time.monotonic()
         # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.

@@ -175,10 +175,8 @@ class WeightSwap:
         on_swap: Callable[[str, str], None],
     ):
         """`folder` keeps an upload for `patience` seconds without a new piece. `on_swap` is called with the new
-        fingerprint and the SHA-256 of the file.
-
-        Raises ConfigError for a folder that cannot be written, an adapter, or a model that is not all in memory.
-        """
+        fingerprint and the SHA-256 of the file. Raises ConfigError for a folder that cannot be written, an adapter, or
+        a model that is not all in memory."""
         self._queue, self._model, self._inputs = queue, model, inputs_fingerprint
         self._on_swap = on_swap
         self._weights = named_weights(model)

@@ -22,11 +22,8 @@ SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpg": b"\xff\xd8\xff"}
 
 
 class PicturedPrompt(Sequence[int]):
-    """Token ids, to be used as a list of them, with the pictures in their order in the prompt.
-
-    A picture is the bytes of a PNG or JPEG file: small, and the same on both sides of the wire. The model's own
-    processor turns it into pixels (grpo/model/pictures.py).
-    """
+    """Token ids, to be used as a list of them, with the pictures in their order in the prompt, each the bytes of a PNG
+    or JPEG file, which the model's own processor turns into pixels (grpo/model/pictures.py)."""
 
     def __init__(self, ids: Sequence[int] | np.ndarray, pictures: Sequence[bytes]):
         self._ids = np.asarray(ids, np.int32)
@@ -109,11 +106,8 @@ class _File(BytesIO):
 
 
 def check_picture(data: bytes) -> tuple[int, int]:
-    """Return (width, height) of a picture's header, without decoding a pixel.
-
-    Raises PictureError for a file that is no PNG or JPEG, is animated, or has more than MOST_PIXELS pixels. A file
-    whose end is missing or damaged passes: `open_picture` finds that.
-    """
+    """Return (width, height) of a picture's header. Raises PictureError for a file that is no PNG or JPEG, is animated,
+    or has more than MOST_PIXELS pixels. One whose end is missing or damaged passes: `open_picture` finds that."""
     return _read_header(data).size
 
 

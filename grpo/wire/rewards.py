@@ -32,11 +32,8 @@ class RewardRequest:
 
     @classmethod
     def from_json(cls, body: bytes, max_sequences: int) -> RewardRequest:
-        """Read the body of a request, and check it in full.
-
-        Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs or far too many
-        messages.
-        """
+        """Read the body of a request, and check it in full. Raises ProtocolError: 400 for anything malformed, 413 for
+        more than `max_sequences` inputs or far too many messages."""
         _check_size(body)
         request = read_fields(cls, read_json(body))
         check_text("request_id", request.request_id)

@@ -43,11 +43,8 @@ class VllmEngine:
     loads_in_flight = True
 
     def __init__(self, command: Sequence[str], log: Path, arguments: Sequence[str] = (), stall_seconds: float = 120.0):
-        """`command` starts the server: `[python, *SERVER]`.
-
-        `arguments` follow ours, and so replace them. `log` gets the server's output. A server that draws is killed
-        after `stall_seconds` without a token.
-        """
+        """`command` starts the server: `[python, *SERVER]`; `arguments` follow ours, and replace them; `log` gets the
+        server's output. A server that draws is killed after `stall_seconds` without a token."""
         self.card = ""
         self.capacity = 1
         self._command, self._arguments, self._log = [*command], [*arguments], log

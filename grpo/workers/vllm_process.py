@@ -37,11 +37,8 @@ _CONSEQUENCES = re.compile(r"EngineDeadError|Engine core init|Engine core proc|W
 
 class VllmServer:
     """vLLM's server in a process group of its own, on a free port of 127.0.0.1, and the guard that ends it with the
-    worker. Any thread may call all methods.
-
-    The kernel could tell only the server of the worker's death (PR_SET_PDEATHSIG), and not vLLM's processes below it,
-    which would keep the card's memory.
-    """
+    worker: the kernel would tell only the server of the worker's death (PR_SET_PDEATHSIG), and not vLLM's processes
+    below it, which would keep the card's memory. Any thread may call all methods."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
         """Start `command` with --host and --port; its output is added to `log`."""
