@@ -69,7 +69,10 @@ def run(config: WorkerConfig) -> int:
     """Draw until a signal comes; return the exit code then. Raises what ends the worker."""
     stop, signals = threading.Event(), []
     on_end_signals(lambda number: (signals.append(number), stop.set()))
-    check_pool(config)
+    # Before an engine is imported, which may take a minute: ServerError for a wrong token or address. A pool that
+    # does not answer may do so later.
+    with suppress(RequestFailure):
+        PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
     with open_folder(config.weights_folder) as folder:
         worker = GenerationWorker(config, make_engine(config), folder, stop)
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
@@ -80,13 +83,6 @@ def run(config: WorkerConfig) -> int:
     if work.done():
         work.result()  # raises what ended it
     return 130 if signals == [signal.SIGINT] else 0
-
-
-def check_pool(config: WorkerConfig) -> None:
-    """Raise ServerError for a wrong token or address, before an engine is imported, which may take a minute. A pool
-    that does not answer may do so later."""
-    with suppress(RequestFailure):
-        PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
 
 
 def main() -> int:

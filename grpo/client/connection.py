@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,7 +49,7 @@ class Connection:
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:
         """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less. Raises
         RequestFailure, or RequestRefused where sending it again cannot help."""
-        response = self._post(url, TASK_PATHS[self._task], body, seconds)
+        response = self._post(url, TASK_PATHS[self._task], seconds, None, body)
         try:
             answer = decode(response.content)
         except ProtocolError as error:
@@ -60,20 +61,16 @@ class Connection:
         """Replace the server's model, whose fingerprint is `replaces`. Yields after each piece that the server took.
         Begins where an earlier upload of the same file ended. Raises RequestFailure, ServerError."""
         seconds = self._config.ref_request_timeout
-
-        def post(query: dict, data: bytes) -> requests.Response:
-            return self._post(url, WEIGHTS_PATH, data, seconds, query)
-
         with open(weights.file, "rb") as file:
+            post = partial(self._post, url, WEIGHTS_PATH, seconds)
             yield from sessions.send_pieces(file, weights.size, weights.sha256, post)
         commit = Commit(weights.sha256, replaces, weights.fingerprint)
-        self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
+        self._post(url, COMMIT_PATH, seconds, asdict(commit), b"")
 
-    def _post(self, url: str, path: str, body: bytes, seconds: float, query: dict | None = None) -> requests.Response:
+    def _post(self, url: str, path: str, seconds: float, query: dict | None, body: bytes) -> requests.Response:
         """Return a response with status 200. Raises RequestFailure, RequestRefused."""
-        read_seconds = max(0.1, min(self._config.ref_request_timeout, seconds))
+        timeout = CONNECT_SECONDS, max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
-            timeout = CONNECT_SECONDS, read_seconds
             response = self._sessions.session.post(url + path, params=query, data=body, timeout=timeout)
         except requests.RequestException as error:
             raise sessions.connection_failed(error) from error
@@ -113,6 +110,5 @@ class Connection:
             return
         if fingerprint in self.outdated:
             raise ModelOutdated(fingerprint)
-        raise RequestFailure(
-            f"now serves another model ({fingerprint}, and this run's is {self.fingerprint})", other_model=fingerprint
-        )
+        reason = f"now serves another model ({fingerprint}, and this run's is {self.fingerprint})"
+        raise RequestFailure(reason, other_model=fingerprint)

@@ -198,13 +198,12 @@ class RewardClient(TaskClient):
 
     def __init__(self, config: ClientConfig, url: str, run: str = ""):
         super().__init__(config, "reward", [url], wanted="scores", run=run)
-        self._url = url
 
     def wait_ready(self) -> None:
         """Wait until the server is ready. Raises ServersUnavailable, ServerError as `wait_for_servers`."""
         remedy = "'python ref_server.py --task reward' there, or name its address in reward_funcs"
-        servers = self.wait_for_servers("reward", remedy)
-        self.connection.fingerprint = servers[self._url].model.fingerprint
+        (server,) = self.wait_for_servers("reward", remedy).values()
+        self.connection.fingerprint = server.model.fingerprint
 
     async def score(self, conversations: list[list[Message]]) -> list[float]:
         """Return one float32 per conversation. Raises ServerError if the server refuses them, or is too late."""

@@ -27,9 +27,8 @@ class PoolMonitor:
     def __init__(self, monitor: Monitor, leases: Leases, store: Store):
         self._monitor, self._leases, self._store = monitor, leases, store
         self.leased = monitor.make(Counter, "pool_leases", "Tasks leased to workers")
-        self._results = monitor.make(
-            Counter, "pool_results", "Groups that workers sent, by the answer", labelnames=["answer"]
-        )
+        by_answer = "Groups that workers sent, by the answer"
+        self._results = monitor.make(Counter, "pool_results", by_answer, labelnames=["answer"])
         self._tokens = monitor.make(Counter, "pool_tokens", "Tokens of the completions that were accepted")
         self._bytes = monitor.make(Counter, "pool_bytes", "Bytes of files and results", labelnames=["direction"])
         self._workers = monitor.make(Gauge, "pool_workers", "Workers", labelnames=["state"])
@@ -74,17 +73,14 @@ class PoolMonitor:
     def status(self) -> dict:
         """Return the numbers of the live page; times in seconds, sizes in bytes."""
         now, run = time.monotonic(), self._store.known_run
+        sent = {direction: self._sums[direction] for direction in ("received", "sent")}
         return {
             "run": run and {"run": run.run, "name": run.name},
             "workers": [_describe(worker, now) for worker in self._leases.workers()],
             "rounds": self._store.rounds(_ROUNDS),
             "versions": [version.version for version in self._store.versions()],
             "tasks": self._count(),
-            "bytes": {
-                "received": self._sums["received"],
-                "sent": self._sums["sent"],
-                "file": self._store.database.size(),
-            },
+            "bytes": {**sent, "file": self._store.database.size()},
         }
 
     def summary(self) -> str | None:
@@ -114,9 +110,7 @@ def _describe(worker: WorkerState, now: float) -> dict:
     lease = worker.lease
     return {
         "name": worker.name,
-        "card": lease.card,
-        "version": lease.version,
-        "tokens_per_second": lease.tokens_per_second,
+        **{name: getattr(lease, name) for name in ("card", "version", "tokens_per_second")},
         "state": worker.state,
         "message": lease.message,
         "leases": len(worker.holds),

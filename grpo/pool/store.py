@@ -146,9 +146,6 @@ class Store:
                 raise ProtocolError(409, "other_run", message)
         self.known_run = self.known_run or info
 
-    def _takes_newest(self) -> bool:
-        return self.known_run is not None and self.known_run.in_flight_weight_updates
-
     # Versions
 
     def add_version(self, version: Version) -> None:
@@ -235,7 +232,8 @@ class Store:
 
     def open_tasks(self, limit: int) -> list[Task]:
         """Return the first tasks without a result that a stored version may draw, by version, group and attempt."""
-        is_here = "<= (SELECT max(version)" if self._takes_newest() else "IN (SELECT version"
+        takes_newest = self.known_run is not None and self.known_run.in_flight_weight_updates
+        is_here = "<= (SELECT max(version)" if takes_newest else "IN (SELECT version"
         rows = self.database.checked_rows(
             _TASK_NAME,
             f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE drawn IS NULL "

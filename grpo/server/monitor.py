@@ -76,7 +76,6 @@ class Monitor:
         self._device_memory = make(Gauge, "device_memory_bytes", "Memory that torch holds on the model's GPUs")
         about_peak = "Most memory that tensors took there since the model was loaded"
         self._device_peak = make(Gauge, "device_memory_peak_bytes", about_peak)
-
         self.device_memory: Callable[[], tuple[int, int, int]] | None = None
         """returns bytes on the model's GPUs: held, in all, and the peak of tensors; None before the model is loaded"""
         self.device_use: Callable[[], float | None] | None = None
@@ -183,16 +182,18 @@ class Monitor:
         return prometheus_client.generate_latest(self._registry)
 
     def status(self, held: dict[str, tuple[int, int]]) -> dict:
-        """Return the numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
+        """Return the numbers of the live page: times in seconds, sizes in bytes, curves of POINTS, oldest first."""
         now = time.monotonic()
         device = self.device_memory() if self.device_memory else (None, None, None)
         with self._lock:
             sums, (p50, p99) = self._sums, quantiles(self._latencies)
             padded = sums["padded"] or 1
+            unknown, names = [None] * (POINTS - len(self._points)), self._points[0] if self._points else ()
+            curves = {name: unknown + [point[name] for point in self._points] for name in names}
             return {
                 "time": time.time(),
                 "uptime": now - self._began,
-                "history": {"seconds": SAMPLE_SECONDS, **self._curves()},
+                "history": {"seconds": SAMPLE_SECONDS, **curves},
                 "latency": {"p50": p50, "p99": p99, "requests": len(self._latencies)},
                 "requests": {str(status): count for status, count in sorted(self._statuses.items())},
                 "tokens": sums["tokens"],
@@ -206,11 +207,6 @@ class Monitor:
                 ],
                 "errors": [{"ago": now - at, **error} for at, error in reversed(self._errors)],
             }
-
-    def _curves(self) -> dict[str, list[float | None]]:
-        """Return POINTS numbers of each kind, oldest first; None for unknown."""
-        unknown, names = [None] * (POINTS - len(self._points)), self._points[0] if self._points else ()
-        return {name: unknown + [point[name] for point in self._points] for name in names}
 
     def summary(self, held: dict[str, tuple[int, int]]) -> str | None:
         """Return a line on the time since the last call; None if nothing happened."""
