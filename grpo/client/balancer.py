@@ -4,8 +4,6 @@ A server that fails is taken out of rotation. A background thread probes it, sen
 missed an update, and puts it back.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -1,7 +1,5 @@
 """The base of the clients of both tasks: the threads that send requests, and the wait at the start."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,7 +1,5 @@
 """HTTP to one server of a run: requests and answers, /health, new weights, TLS, and the error of each fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass

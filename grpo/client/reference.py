@@ -4,8 +4,6 @@ A request is stateless. It is sent again, to another server if there is one, unt
 passes: a server that is killed and restarted costs time and nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """HTTP for all clients: sessions, files in pieces, and the error of each fault of a network or a proxy."""
 
-from __future__ import annotations
-
 import random
 import ssl
 import threading

@@ -4,8 +4,6 @@ Every request may be sent again. After a RequestFailure another try may help: th
 After a ServerError no other try helps.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

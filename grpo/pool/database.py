@@ -1,7 +1,5 @@
 """The pool's SQLite file: its schema, its lock, and the errors of its disk."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging

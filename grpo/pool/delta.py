@@ -11,8 +11,6 @@ number of compressed bytes (0 for equal words), then a zlib stream of
 Of both, all lowest bytes come first, then all next ones. Everything is read, computed and written block by block.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import zlib

@@ -1,7 +1,5 @@
 """Which worker draws which task, and each worker's state. In memory: a pool that restarts forgets it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

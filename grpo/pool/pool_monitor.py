@@ -1,7 +1,5 @@
 """A pool's metrics, added to those of every server (grpo/server/monitor.py)."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter as Tally

@@ -1,7 +1,5 @@
 """A pool's routes under /v1/rollouts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """A pool of rollouts: tasks wait for workers, completions wait for the trainer; a run's file keeps both."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

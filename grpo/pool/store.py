@@ -4,8 +4,6 @@ Whatever a method stores is on the disk when it returns, all of it or nothing. `
 pool runs on it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

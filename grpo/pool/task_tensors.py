@@ -3,8 +3,6 @@
 Each list of lists is one tensor with all numbers, and one with the lengths.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from itertools import chain

@@ -9,8 +9,6 @@ In deterministic mode a part is one forward pass of one prompt's completions, or
 depend on other requests, and passes are not shared: floating-point sums depend on the other sequences of a batch.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The server's numbers: Prometheus metrics, the live page, and a line in the log."""
 
-from __future__ import annotations
-
 import logging
 import math
 import resource

@@ -1,7 +1,5 @@
 """The pictures of requests, checked against the ids that stand for them, and prepared before their request waits."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """The thread that owns the model: it takes forward passes from the queue, and survives those that fail."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

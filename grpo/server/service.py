@@ -1,7 +1,5 @@
 """The state that HTTP threads share, whatever the server's task is: who may ask, and whether the server is ready."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

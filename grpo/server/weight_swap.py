@@ -5,8 +5,6 @@ scorer then copies it over the served weights, between two requests, so no answe
 second model. A file keeps the old weights: they are put back if nothing can be scored with the new ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

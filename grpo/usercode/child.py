@@ -11,8 +11,6 @@ their own. It kills them all when the worker ends, or when its standard input cl
 ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

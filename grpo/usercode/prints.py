@@ -1,7 +1,5 @@
 """Shows the prints of the user's code, up to a limit per batch, and counts the rest: a log must not fill the disk."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import logging

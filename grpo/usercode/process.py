@@ -5,8 +5,6 @@ process is killed, with all its descendants, and replaced. `multiprocessing` wou
 torch and DeepSpeed, into each of them. Their side is grpo/usercode/child.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

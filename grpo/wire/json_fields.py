@@ -3,8 +3,6 @@
 A wrong value is refused with ProtocolError, 400: the field's name, the value, and the remedy.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """A prompt with pictures: its token ids, and the encoded pictures that some of the ids stand for."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

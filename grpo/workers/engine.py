@@ -1,8 +1,6 @@
 """The interface of every engine, which draws completions for grpo/workers/loop.py, and what engines share: completions
 of several segments, each drawn in its own request."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ groups, others send them, so that a slow pool holds no engine up, and one renews
 failure in one of them ends `run`, or starts the engine again.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import secrets

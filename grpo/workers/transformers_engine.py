@@ -4,8 +4,6 @@ It draws one group at a time. The last bits of log-probs depend on the other seq
 on the task alone, whichever worker draws it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -5,8 +5,6 @@ log-probs out), new weights go in by the routes that VLLM_SERVER_DEV_MODE opens.
 does wrong on the way, and the remedies.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

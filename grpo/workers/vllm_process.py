@@ -1,7 +1,5 @@
 """vLLM's server as a process of this machine: started, watched while it starts, and ended with the worker."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

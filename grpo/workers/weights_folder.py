@@ -3,8 +3,6 @@
 Of a run that trains an adapter a version is the adapter's weights alone; the base under it comes once.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
