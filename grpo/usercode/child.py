@@ -83,27 +83,21 @@ def _guard(worker: int) -> NoReturn:
         os.killpg(worker, signal.SIGKILL)  # the group at once, before any of it can start more
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     # Processes in other sessions are left. The children of a killed process become children of this one.
-    while any([_kill(child) for child in _list_children()]):
+    while _kill_children():
         os.waitpid(-1, 0)
     os._exit(128 - code if code < 0 else code)
 
 
-def _list_children() -> list[int]:
-    children = []
+def _kill_children() -> bool:
+    """Kill all children of this process but another user's, such as a program with the set-user-ID bit; tell whether
+    there were any."""
+    killed = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # the process may have ended
             if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                children.append(int(name))
-    return children
-
-
-def _kill(process: int) -> bool:
-    """Kill a process; return False if it is another user's, such as a program with the set-user-ID bit."""
-    try:
-        os.kill(process, signal.SIGKILL)
-    except PermissionError:
-        return False
-    return True
+                os.kill(int(name), signal.SIGKILL)
+                killed = True
+    return killed
 
 
 def _prctl(option: int, value: int) -> None:
