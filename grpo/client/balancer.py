@@ -27,8 +27,7 @@ class Server:
         self.requests = self.tokens = 0  # requests and tokens in flight
         self.speed = 0.0  # a moving average of tokens per second; 0 is not measured yet
         self.active_since = 0.0  # time of the last answer, or of the request that ended an idle period
-        self.last_outcome = "has not answered yet"
-        """end of the last request, as the rest of a sentence that begins with "it" """
+        self.last_outcome = "has not answered yet"  # of a request, as the rest of a sentence that begins with "it"
         self.in_rotation = True
         self.restored_at = 0.0  # time of the last return to the rotation
         self.failures = 0  # failures in a row: while there are any, the server gets one request at a time

@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_LOADING = 6 * 3600.0
 """seconds: 140 GB at 10 MB/s take four hours; a server that hangs while it loads holds the trainer's cards so long"""
-FIRST_LINE, BETWEEN_LINES = 5.0, 15.0
-"""seconds of waiting to the first line of the log, and at least to the next one"""
+FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds of waiting to the first line of the log, and at least to the next
 
 
 class TaskClient:

@@ -40,8 +40,7 @@ class Connection:
         """Raises ServerError where `ref_ca_file` holds no certificate."""
         self._config, self._task = config, task
         self._sessions = sessions.open_sessions(config.token, config.ref_ca_file, CONTENT_TYPES[task])
-        self.fingerprint: str | None = None
-        """fingerprint of the model that every answer must come from; None is any model"""
+        self.fingerprint: str | None = None  # of the model that every answer must come from; None is any model
         self.outdated: set[str] = set()  # fingerprints of the models that this run has replaced
 
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:

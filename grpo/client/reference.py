@@ -24,8 +24,7 @@ from grpo.wire.rewards import Message, RewardAnswer, RewardRequest
 
 log = logging.getLogger(__name__)
 
-SHARED_TOKENS = 4096
-"""most tokens of a request of several groups; larger groups gain little from sharing, and servers share them better"""
+SHARED_TOKENS = 4096  # of a request of several groups: larger ones gain little, and servers share them better
 
 _Asked = tuple[LogprobsRequest, Future[list[np.ndarray]]]
 

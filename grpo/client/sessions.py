@@ -16,9 +16,8 @@ from grpo.wire.tensors import FilePart
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 PIECE_BYTES = 16 << 20  # of a file in one request
+# Sent again: a slow or cut body, an upload at another offset, too many requests, a proxy alone, a server not ready.
 RETRIED = (408, 409, 429, 502, 503, 504)
-"""statuses after which a request is sent again: a slow or cut body, an upload at another offset, too many requests, a
-proxy without its server, a server that is not ready"""
 _LONGEST_PAUSE = 5.0  # seconds between two tries
 
 

@@ -37,8 +37,7 @@ class WorkerState:
     refusals: int = 0
     refused_in_a_row: int = 0
     reason: str = ""  # why its last upload was refused, or why it is suspended
-    drift: float | None = None
-    """mean distance of its log-probs from the trainer's, in the last step with groups of it, in nats a token"""
+    drift: float | None = None  # nats a token from the trainer's log-probs, a mean of the last step with groups of it
     is_suspended: bool = False  # it gets no more tasks until its process is started again
 
     @property

@@ -42,8 +42,7 @@ class RunInfo:
     num_generations: int  # completions of each group
     max_completion_length: int
     temperature: float
-    seed: int
-    """random numbers of a completion follow from seed + (attempt << 32), group and the completion's number in it"""
+    seed: int  # a completion's random numbers follow from seed + (attempt << 32), group and its number there
     model_files: str
     """SHA-256 of the file (POST files) with the model's folder but for its weights: a safetensors file, one uint8
     tensor for each file, named by its path"""
@@ -52,8 +51,7 @@ class RunInfo:
     """SHA-256 of the file (POST files) with the frozen weights under an adapter: each version is the adapter alone,
     whose configuration is in the folder `adapter` of `model_files`; None if each version is all of the weights"""
     in_flight_weight_updates: bool = False
-    """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
-    workers always take the newest version"""
+    """whether any newer version may draw a task, and each token another: workers always take the newest"""
     turns: RunTools | None = None  # the tools or environment that answer the policy; None for a run without
 
     def to_json(self) -> bytes:
@@ -108,10 +106,8 @@ class GroupResult:
     completions: list[list[int]]
     """token ids, the eos included; each ends with its first eos, or at max_completion_length. With turns an answer may
     follow an eos, and then more drawn tokens"""
-    logprobs: list[list[float]]
-    """of each id, in the distribution that it was drawn from; float32, NaN at the tokens of answers"""
-    versions: list[list[int]]
-    """the version of the policy that drew each id, and of an answer's token that drew the last one before it"""
+    logprobs: list[list[float]]  # in the distribution that an id was drawn from; float32, NaN at an answer's tokens
+    versions: list[list[int]]  # the version that drew each id; of an answer's token that of the last one before it
     drawn: list[list[bool]] | None = None  # whether each id was drawn, or is an answer's; None in a run without turns
     outcomes: list[Outcome] | None = None  # how each completion ended; None in a run without turns
 

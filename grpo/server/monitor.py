@@ -76,8 +76,7 @@ class Monitor:
         self._device_peak = make(Gauge, "device_memory_peak_bytes", about_peak)
         self.device_memory: Callable[[], tuple[int, int, int]] | None = None
         """returns bytes on the model's GPUs: held, in all, and the peak of tensors; None before the model is loaded"""
-        self.device_use: Callable[[], float | None] | None = None
-        """returns the share of time in which these GPUs were busy; None for unknown"""
+        self.device_use: Callable[[], float | None] | None = None  # returns their share of busy time; None for unknown
 
         self._lock = threading.Lock()
         self._began = time.monotonic()

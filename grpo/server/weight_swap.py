@@ -41,8 +41,7 @@ class Upload:
     received: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
     contents: WeightsFile | None = None  # the file's tensors, once its header is here
-    touched: float = 0.0
-    """time.monotonic() of the last piece that brought something new; infinite while the upload is held"""
+    touched: float = 0.0  # time.monotonic() of the last piece that brought something new; infinite while it is held
 
 
 class UploadSlot:
@@ -187,8 +186,7 @@ class WeightSwap:
             Path(folder).mkdir(parents=True, exist_ok=True)
             file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
             write_weights(Path(f"/dev/fd/{file.fileno()}"), self._weights)
-            self._kept = WeightsFile(file, os.fstat(file.fileno()).st_size)
-            """the served weights, for an exchange that has to be undone"""
+            self._kept = WeightsFile(file, os.fstat(file.fileno()).st_size)  # for an exchange that has to be undone
         except OSError as error:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
         self.uploads = UploadSlot(folder, self._weights, patience)

@@ -21,8 +21,7 @@ from grpo.wire.refusals import VERSION, ProtocolError, check_name, check_number,
 from grpo.wire.tensors import int32, read_tensors, uint8
 
 MOST_PICTURES = 256  # most pictures of a request
-MOST_PIXELS_IN_ALL = 1 << 28
-"""most pixels of a request's pictures together: four of the largest (grpo/wire/picture_files.py)"""
+MOST_PIXELS_IN_ALL = 1 << 28  # of a request: four of the largest pictures (grpo/wire/picture_files.py)
 
 _SEQUENCES = ("input_ids", "prompt_lengths", "completion_lengths")
 _PICTURES = ("pictures", "picture_lengths", "picture_counts")
@@ -37,10 +36,8 @@ class LogprobsRequest:
     completion_lengths: np.ndarray  # int32 [S], each at least 0
     temperature: float = 1.0
     request_id: str = ""
-    client: str = ""
-    """name under which the request takes its turn, shared by all requests of it; empty means the sender's address"""
-    pictures: Sequence[tuple[bytes, ...]] = ()
-    """the pictures of each sequence's prompt, encoded; empty for a request without pictures"""
+    client: str = ""  # name under which all requests of a client take turns; empty means the sender's address
+    pictures: Sequence[tuple[bytes, ...]] = ()  # of each sequence's prompt, encoded; empty without pictures
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, request_id="", client=""):
@@ -98,8 +95,8 @@ def encode_request(request: LogprobsRequest) -> bytes:
     return save(tensors, {"temperature": repr(float(request.temperature)), **names})
 
 
+# A number without a sign, as JSON writes it (RFC 8259, section 6).
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-"""a number without a sign, as JSON writes it (RFC 8259, section 6)"""
 _LOWEST_TEMPERATURE = 1e-6  # lowest temperature; far below it, logits / temperature overflow float32
 
 

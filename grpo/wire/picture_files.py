@@ -15,8 +15,7 @@ from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
-SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpg": b"\xff\xd8\xff"}
-"""the first bytes of the kinds of files that pictures are sent as, by suffix"""
+SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpg": b"\xff\xd8\xff"}  # the first bytes of a picture's file, by suffix
 
 
 class PicturedPrompt(Sequence[int]):
@@ -73,8 +72,7 @@ MOST_PIXELS = 1 << 26  # most pixels of a picture: a square of 8,192; decoded it
 _MOST_READS = 1 << 17
 """most times that Pillow may read from a file: enough for a PNG of 64 MiB in chunks of 8 KiB. Of a file of empty chunks
 it would keep millions, a hundred bytes each"""
-_MOST_SCANS = 200
-"""most scans of a progressive JPEG, an honest one has about ten: each takes as long as the whole picture"""
+_MOST_SCANS = 200  # of a progressive JPEG, an honest one has about ten: each takes as long as the whole picture
 _PIXELS_PER_BYTE = 512
 """most pixels of a JPEG for each of its bytes: a block of 8 x 8 has a bit at least. libjpeg fills the rest of a shorter
 file with grey, so that a file of a kilobyte would cost as much as the largest picture"""

@@ -15,8 +15,7 @@ from grpo.wire.refusals import HALF_PAIR, ProtocolError, check_number, malformed
 
 Message = dict[str, str]  # a message of a chat: its role (system, user or assistant) and its content
 Input = str | list[Message]  # a text, scored as it is, or a chat, made a text by the reward model's own template
-_MOST_MESSAGES = 65_536
-"""most messages of all chats of a request: sixteen for each chat that a request may have by default, some 20 MB"""
+_MOST_MESSAGES = 65_536  # of a request: sixteen for each chat that it may have by default, some 20 MB
 
 
 @dataclass(frozen=True)

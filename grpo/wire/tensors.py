@@ -14,8 +14,8 @@ from grpo.wire.json_fields import check_hex
 from grpo.wire.refusals import malformed, refuse_doubles
 
 LONGEST_HEADER = 64 << 10
-"""most bytes of the header of a request or an answer: an honest one has less than 2,000. JSON takes many times its size
-in memory, and every other thread waits while it is parsed."""
+"""most bytes of the header of a body, an honest one has less than 2,000: JSON takes many times its size in memory, and
+every other thread waits while it is parsed"""
 
 
 class HeaderError(ValueError):

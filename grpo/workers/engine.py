@@ -26,8 +26,7 @@ class Engine(Protocol):
     card: str  # the name of its GPU, or CPU, for the pool's page; "" until it is known
     capacity: int  # groups that it draws at a time; known after `start`
     loads_in_flight: bool
-    """whether `load` and `logprobs` may be called while it draws: the new weights draw the rest of each completion;
-    known after `start`"""
+    """whether `load` and `logprobs` may be called while it draws, and the rest is by the new weights; as `capacity`"""
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model of a folder, the policy's `version`: its configuration, tokenizer and model.safetensors, and

@@ -42,8 +42,7 @@ class ModelFolder:
         self._folder, self._client, self._patience = folder, client, patience
         self.path.mkdir(exist_ok=True)
         self._weights = self.path / WEIGHTS
-        self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""
-        """SHA-256 of the weights in the folder; "" without any"""
+        self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""  # of the weights in the folder
 
     def bring_model(self, run: RunInfo) -> None:
         """Fetch what all versions share: the folder's other files, in place of those there, and an adapter's base.
