@@ -87,17 +87,17 @@ class Monitor:
         self._clients: dict[str, dict] = {}  # the last seen last
         self._errors: deque[tuple[float, dict]] = deque(maxlen=_ERRORS)
         self._statuses: Tally[int] = Tally()
-        self._sums: Tally[str] = Tally()
+        self.sums: Tally[str] = Tally()
         self._reported = (time.monotonic(), Tally(), 0)
 
     def make(self, kind: type, name: str, text: str, **options) -> Any:
         """Return a new metric of /metrics."""
         return kind(f"grpo_ref_{name}", text, registry=self._registry, **options)
 
-    def drawn(self, tokens: int) -> None:
-        """Count tokens that workers have drawn."""
+    def count(self, name: str, number: int) -> None:
+        """Add to one of `sums`."""
         with self._lock:
-            self._sums["tokens"] += tokens
+            self.sums[name] += number
 
     def scored(self, done: Pass) -> None:
         """Count a forward pass."""
@@ -107,7 +107,7 @@ class Monitor:
         self._fill.observe(done.fed / done.budget)
         self._forward_seconds.inc(done.seconds)
         with self._lock:
-            self._sums.update(vars(done), sharing=done.saved_by_sharing, packing=done.saved_by_packing)
+            self.sums.update(vars(done), sharing=done.saved_by_sharing, packing=done.saved_by_packing)
 
     def answered(
         self,
@@ -151,7 +151,7 @@ class Monitor:
         memory = self.device_memory()[0] if self.device_memory else _resident()
         device_use = self.device_use() if self.device_use else None
         with self._lock:
-            work = self._sums - self._sampled
+            work = self.sums - self._sampled
             p50, p99 = quantiles([*self._latencies][-self._unsampled :] if self._unsampled else [])
             point = {
                 "tokens_per_second": work["tokens"] / SAMPLE_SECONDS,
@@ -164,7 +164,7 @@ class Monitor:
                 "device_use": device_use,
             }
             self._points.append(point)
-            self._sampled, self._unsampled = self._sums.copy(), 0
+            self._sampled, self._unsampled = self.sums.copy(), 0
 
     def to_prometheus(self, held: dict[str, tuple[int, int]]) -> bytes:
         """Return metrics in Prometheus' text format. `held`: (tokens, requests) waiting or being scored, by client."""
@@ -183,7 +183,7 @@ class Monitor:
         now = time.monotonic()
         device = self.device_memory() if self.device_memory else (None, None, None)
         with self._lock:
-            sums, (p50, p99) = self._sums, quantiles(self._latencies)
+            sums, (p50, p99) = self.sums, quantiles(self._latencies)
             padded = sums["padded"] or 1
             unknown, names = [None] * (POINTS - len(self._points)), self._points[0] if self._points else ()
             curves = {name: unknown + [point[name] for point in self._points] for name in names}
@@ -210,8 +210,8 @@ class Monitor:
         with self._lock:
             last_time, last_statuses, last_tokens = self._reported
             now = time.monotonic()
-            self._reported = now, self._statuses.copy(), self._sums["tokens"]
-            new, scored = self._statuses - last_statuses, self._sums["tokens"] - last_tokens
+            self._reported = now, self._statuses.copy(), self.sums["tokens"]
+            new, scored = self._statuses - last_statuses, self.sums["tokens"] - last_tokens
             p50, p99 = quantiles([*self._latencies][-new[200] :] if new[200] else [])
         if not new and not scored and not held:
             return None
