@@ -25,8 +25,7 @@ class TaskClient:
     """The servers of one task, and the threads that send requests to them. Close it when the run ends."""
 
     def __init__(self, config: ClientConfig, task: str, urls: list[str], wanted: str, run: str):
-        """`wanted` names the answers in messages, `run` the client's run on the servers' pages. Raises ServerError
-        where `ref_ca_file` holds no certificate."""
+        """`wanted` names the answers in messages, `run` the client's run on pages. Raises as open_sessions."""
         self._config = config
         self._client_id = make_client_name(run)  # servers serve their clients in turn
         self.connection = Connection(config, task)

@@ -37,7 +37,6 @@ class Connection:
     """HTTP to any server of one task (ServerInfo.task), from any thread."""
 
     def __init__(self, config: ClientConfig, task: str):
-        """Raises ServerError where `ref_ca_file` holds no certificate."""
         self._config, self._task = config, task
         self._sessions = sessions.open_sessions(config.token, config.ref_ca_file, CONTENT_TYPES[task])
         self.fingerprint: str | None = None  # of the model that every answer must come from; None is any model

@@ -50,8 +50,7 @@ class PoolClient:
     def __init__(
         self, url: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
     ):
-        """`request_timeout`: seconds without an answer, added to those that the pool is asked to wait. Raises
-        ServerError if `ref_ca_file` holds no certificate."""
+        """`request_timeout`: seconds without an answer, beyond those of waiting. Raises as open_sessions."""
         self.url = url.rstrip("/")
         self._token, self._seconds = token, request_timeout
         self._sessions = sessions.open_sessions(token, ref_ca_file, wire.CONTENT_TYPE)

@@ -40,15 +40,10 @@ class RewardRequest:
         if not (isinstance(request.inputs, list) and request.inputs):
             raise malformed("inputs should be a list of at least one text or chat")
         check_number("sequences", len(request.inputs), max_sequences)
-        messages = 0
         for place, item in enumerate(request.inputs):
-            if isinstance(item, list):
-                messages += len(item)
-                is_input = bool(item) and all(map(_is_message, item))
-            else:
-                is_input = _is_text(item)
-            if not is_input:
+            if not (_is_text(item) or (isinstance(item, list) and item and all(map(_is_message, item)))):
                 raise malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')
+        messages = sum(len(item) for item in request.inputs if isinstance(item, list))
         check_number("messages", messages, _MOST_MESSAGES)
         return request
 

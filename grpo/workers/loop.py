@@ -57,7 +57,6 @@ class GenerationWorker:
     """A worker of a pool. `run` in one thread, `stop` and `close` from any."""
 
     def __init__(self, config: WorkerConfig, engine: Engine, folder: Path, stop: threading.Event | None = None):
-        """Raises ServerError if `ref_ca_file` holds no certificate."""
         # Another name for each process: the pool may have suspended an earlier one of this machine.
         self.name = f"{config.name} #{secrets.token_hex(4)}"
         self.stop = stop or threading.Event()
