@@ -47,10 +47,8 @@ def make_engine(config: WorkerConfig) -> Engine:
         from grpo.workers.vllm_engine import SERVER, VllmEngine
 
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                f"engine='vllm': {sys.executable} has no vLLM: start generate.py with the python of an environment "
-                "that has"
-            )
+            remedy = "start generate.py with the python of an environment that has"
+            raise ConfigError(f"engine='vllm': {sys.executable} has no vLLM: {remedy}")
         arguments = ["--trust-remote-code"] if config.trust_remote_code else []
         # Not in a temporary folder of weights, which is removed at the end.
         log_file = Path(config.weights_folder or tempfile.gettempdir()) / f"vllm-{os.getpid()}.log"
@@ -58,10 +56,8 @@ def make_engine(config: WorkerConfig) -> Engine:
     try:
         from grpo.workers.transformers_engine import TransformersEngine
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"engine='transformers': {sys.executable} has no {error.name}: install what docs/samplers.md names, or "
-            "start generate.py with the python of another environment"
-        ) from error
+        remedy = "install what docs/samplers.md names, or start generate.py with the python of another environment"
+        raise ConfigError(f"engine='transformers': {sys.executable} has no {error.name}: {remedy}") from error
     return TransformersEngine(config)
 
 

@@ -114,9 +114,8 @@ class ReferenceClient(TaskClient):
                     f"{server.model.name} ({server.model.fingerprint}): start every server with the same model"
                 )
             if config.ref_update_steps and not server.takes_updates:
-                raise ServerError(
-                    f"{url} takes no new weights: restart it with --update_folder PATH, or set ref_update_steps to 0"
-                )
+                remedy = "restart it with --update_folder PATH, or set ref_update_steps to 0"
+                raise ServerError(f"{url} takes no new weights: {remedy}")
         self.connection.fingerprint = first.fingerprint
         if any_version:
             self.connection.outdated.update(server.model.fingerprint for server in servers.values())

@@ -41,9 +41,8 @@ def open_sessions(token: str | None, ref_ca_file: str | None, content_type: str)
     try:
         ssl.create_default_context(cafile=ref_ca_file)
     except OSError as error:
-        raise ServerError(
-            f"ref_ca_file={ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
-        ) from error
+        reason = f"no certificate can be read from it ({error}): name a PEM file"
+        raise ServerError(f"ref_ca_file={ref_ca_file!r}: {reason}") from error
     # An absolute path: each new TCP connection reads it, and a reward function may change the working directory.
     return Sessions(token, str(Path(ref_ca_file).absolute()), content_type)
 

@@ -148,9 +148,8 @@ class PoolClient:
             return file.tell()
         place = response.headers.get("Content-Range", "")
         if not (match := re.fullmatch(rf"bytes {file.tell()}-\d+/(\d+)", place)):
-            raise RequestFailure(
-                f"sent a damaged answer (not from byte {file.tell()} on: Content-Range {place[:80]!r})"
-            )
+            reason = f"not from byte {file.tell()} on: Content-Range {place[:80]!r}"
+            raise RequestFailure(f"sent a damaged answer ({reason})")
         try:
             for block in response.iter_content(1 << 16):  # of a block that is cut nothing is kept
                 file.write(block)
@@ -241,10 +240,9 @@ class Retrier:
                     elif moved_at > stuck_since:
                         failures, stuck_since = 0, moved_at
                     if now - stuck_since > self._deadline:
-                        raise ServersUnavailable(
-                            f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure}): see its "
-                            "log; pool_deadline sets how long to wait"
-                        ) from failure
+                        reason = f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure})"
+                        remedy = "see its log; pool_deadline sets how long to wait"
+                        raise ServersUnavailable(f"{reason}: {remedy}") from failure
                     if failures:  # not the first: the pool may just have closed a connection that was idle
                         with self._lock:
                             if not self._waiting:

@@ -188,9 +188,8 @@ def _connected(path: str, setting: str, query: str = "") -> Iterator[sqlite3.Con
 
 def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
     """Raise ConfigError if the file is not a pool's."""
-    (application,), (version,) = (
-        connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
-    )
+    names = "application_id", "user_version"
+    (application,), (version,) = (connection.execute(f"PRAGMA {name}").fetchone() for name in names)
     if application != _APPLICATION:
         raise unusable(setting, "it is the database of another program", "name another file")
     if version != _SCHEMA_VERSION:

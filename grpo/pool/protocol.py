@@ -13,17 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from typing import Any
 
-from grpo.wire.json_fields import (
-    check_amount,
-    check_hex,
-    check_int,
-    check_text,
-    is_number,
-    read_fields,
-    read_ints,
-    read_json,
-    shown,
-)
+from grpo.wire import json_fields as fields
 from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
 
@@ -64,19 +54,19 @@ class RunInfo:
     @classmethod
     def of_json(cls, body: bytes) -> RunInfo:
         """Read a body. Raises ProtocolError, 400."""
-        info = read_fields(cls, read_json(body))
-        check_text("name", info.name)
-        check_hex("run", info.run, 16)
-        check_hex("model_files", info.model_files, 64)
+        info = fields.read_fields(cls, fields.read_json(body))
+        fields.check_text("name", info.name)
+        fields.check_hex("run", info.run, 16)
+        fields.check_hex("model_files", info.model_files, 64)
         if info.base_weights is not None:
-            check_hex("base_weights", info.base_weights, 64)
+            fields.check_hex("base_weights", info.base_weights, 64)
         for name in ("vocab_size", "num_generations", "max_completion_length", "seed", "groups_per_round"):
-            check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
-        for token in read_ints("eos_token_ids", info.eos_token_ids):
+            fields.check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
+        for token in fields.read_ints("eos_token_ids", info.eos_token_ids):
             if token >= info.vocab_size:
                 raise malformed(f"eos_token_ids has {token}: the vocabulary is 0 to {info.vocab_size - 1}")
-        if not (is_number(info.temperature) and info.temperature > 0):
-            raise malformed(f"temperature {shown(info.temperature)}: send a number above 0")
+        if not (fields.is_number(info.temperature) and info.temperature > 0):
+            raise malformed(f"temperature {fields.shown(info.temperature)}: send a number above 0")
         if not isinstance(info.in_flight_weight_updates, bool):
             raise malformed("in_flight_weight_updates: send true or false")
         return info if info.turns is None else replace(info, turns=RunTools.of_fields(info.turns))
@@ -153,20 +143,20 @@ class Version:
     @classmethod
     def of_fields(cls, content: dict[str, Any]) -> Version:
         """Read a JSON object. Raises ProtocolError, 400."""
-        version = read_fields(cls, content)
-        check_int("version", version.version, least=0)
-        check_int("size", version.size, least=1, most=2**63 - 1)
-        check_hex("sha256", version.sha256, 64)
+        version = fields.read_fields(cls, content)
+        fields.check_int("version", version.version, least=0)
+        fields.check_int("size", version.size, least=1, most=2**63 - 1)
+        fields.check_hex("sha256", version.sha256, 64)
         if not isinstance(version.whole, bool):
             raise malformed("whole: send true or false")
         if version.base is not None:
-            check_int("base", version.base, least=0)
-            check_hex("delta", version.delta, 64)
+            fields.check_int("base", version.base, least=0)
+            fields.check_hex("delta", version.delta, 64)
         if (version.base is None) != (version.delta is None) or not (version.whole or version.delta):
             raise malformed("a version needs the whole file, or a base with its delta, or both")
-        probe = read_fields(Probe, version.probe)
-        ids = [read_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
-        numbers = isinstance(probe.logprobs, list) and all(map(is_number, probe.logprobs))
+        probe = fields.read_fields(Probe, version.probe)
+        ids = [fields.read_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
+        numbers = isinstance(probe.logprobs, list) and all(map(fields.is_number, probe.logprobs))
         if not numbers or len(probe.logprobs) != len(ids[1]):
             raise malformed("probe: send one finite log-prob for each of completion_ids")
         return replace(version, probe=probe)
@@ -191,16 +181,16 @@ class Lease:
     @classmethod
     def of_json(cls, body: bytes) -> Lease:
         """Read a body. Raises ProtocolError, 400."""
-        lease = read_fields(cls, read_json(body))
+        lease = fields.read_fields(cls, fields.read_json(body))
         for name in ("worker", "card", "message"):
-            check_text(name, getattr(lease, name))
+            fields.check_text(name, getattr(lease, name))
         if not lease.worker:
             raise malformed("worker is empty: send the worker's name")
-        check_int("room", lease.room, least=0, most=MOST_TASKS)
-        check_int("version", lease.version, least=-1)
+        fields.check_int("room", lease.room, least=0, most=MOST_TASKS)
+        fields.check_int("version", lease.version, least=-1)
         keys_of("holds", lease.holds)
         for name in ("wait", "tokens_per_second"):
-            check_amount(name, getattr(lease, name))
+            fields.check_amount(name, getattr(lease, name))
         return lease
 
 
@@ -209,7 +199,10 @@ def keys_of(name: str, value: object) -> list[tuple[int, int]]:
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise malformed(f"{name}: send a list of [group, attempt]")
     check_number("tasks", len(value), MOST_TASKS)
-    return [(check_int("group", group, least=0), check_int("attempt", attempt, least=0)) for group, attempt in value]
+    for group, attempt in value:
+        fields.check_int("group", group, least=0)
+        fields.check_int("attempt", attempt, least=0)
+    return [*map(tuple, value)]
 
 
 def drifts_of(value: object) -> dict[int, tuple[float, int]]:
@@ -219,9 +212,9 @@ def drifts_of(value: object) -> dict[int, tuple[float, int]]:
         raise malformed("groups: send a list of [group, drift, tokens]")
     check_number("groups", len(value), MOST_TASKS)
     for group, drift, tokens in value:
-        check_int("group", group, least=0)
-        check_int("tokens", tokens, least=1)
-        check_amount("drift", drift)
+        fields.check_int("group", group, least=0)
+        fields.check_int("tokens", tokens, least=1)
+        fields.check_amount("drift", drift)
     return {group: (float(drift), tokens) for group, drift, tokens in value}
 
 

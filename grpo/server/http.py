@@ -285,9 +285,7 @@ class HttpServer(TcpWSGIServer):
         first, of the address that has most of them; then whoever is silent the longest."""
         waiting = [channel for channel in self.active_channels.values() if not channel.requests]
         strangers = Counter(channel.addr[0] for channel in waiting if not channel.known)
-        return min(
-            waiting, key=lambda channel: (channel.known, -strangers[channel.addr[0]], channel.moved_at), default=None
-        )
+        return min(waiting, key=lambda each: (each.known, -strangers[each.addr[0]], each.moved_at), default=None)
 
     def readable(self) -> bool:
         """Check all deadlines once a second. waitress calls this before each wait for the sockets."""

@@ -57,12 +57,9 @@ class Monitor:
         prometheus_client.ProcessCollector(registry=self._registry)
         make = self.make
         self._requests = make(Counter, "requests", "Requests answered", labelnames=["path", "status"])
-        self._seconds = make(
-            Histogram,
-            "request_seconds",
-            f"From the last byte of a {' or '.join(TASK_PATHS.values())} request to its answer, where that is a 200",
-            buckets=[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100],
-        )
+        text = f"From the last byte of a {' or '.join(TASK_PATHS.values())} request to its answer, where that is a 200"
+        buckets = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]
+        self._seconds = make(Histogram, "request_seconds", text, buckets=buckets)
         self._tokens = make(Counter, "tokens", "Tokens of scored sequences, prompts counted each time")
         self._saved = make(Counter, "tokens_saved", "Tokens that no forward pass saw", labelnames=["by"])
         tenths = [x / 10 for x in range(1, 11)]

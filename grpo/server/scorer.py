@@ -120,9 +120,8 @@ class Scorer:
             elif len(part) > 1:
                 while len(self._batcher.cut(sequences, self._queue.budget)) == 1:
                     self._queue.budget //= 2
-                    log.warning(
-                        "out of memory: batches of %d tokens from now on (--max_batch_tokens)", self._queue.budget
-                    )
+                    message = "out of memory: batches of %d tokens from now on (--max_batch_tokens)"
+                    log.warning(message, self._queue.budget)
                 parts.append(part)
             else:
                 tokens = sum(map(len, sequences[0]))

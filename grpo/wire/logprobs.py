@@ -42,16 +42,12 @@ class LogprobsRequest:
     @classmethod
     def of(cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, request_id="", client=""):
         """Make a request of the completions of one prompt, which may be a PicturedPrompt."""
-        pictures = pictures_of(prompt_ids)
-        return cls(
-            np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions]),
-            np.full(len(completions), len(prompt_ids), np.int32),
-            np.asarray([len(completion) for completion in completions], np.int32),
-            temperature,
-            request_id,
-            client,
-            [pictures] * len(completions) if pictures else (),
-        )
+        pictures, count = pictures_of(prompt_ids), len(completions)
+        ids = np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions])
+        prompt_lengths = np.full(count, len(prompt_ids), np.int32)
+        lengths = np.asarray([*map(len, completions)], np.int32)
+        of_each = [pictures] * count if pictures else ()
+        return cls(ids, prompt_lengths, lengths, temperature, request_id, client, of_each)
 
     @classmethod
     def joined(cls, requests: Sequence[LogprobsRequest]):

@@ -120,10 +120,8 @@ class ModelFolder:
             try:
                 return bring()
             except OSError as error:
-                reason = error.strerror or error
-                raise WorkerFailed(
-                    f"weights_folder={str(self._folder)!r}: {reason}: make room there, or name another folder"
-                ) from error
+                reason = f"{error.strerror or error}: make room there, or name another folder"
+                raise WorkerFailed(f"weights_folder={str(self._folder)!r}: {reason}") from error
             except DeltaError as error:
                 reason = str(error)
             except FileFailure as failure:
