@@ -64,11 +64,10 @@ class Balancer:
             self._changed.notify_all()
 
     def send(self, body: bytes, decode: Callable[[bytes], Answer], size: int, name: str, once: bool = False) -> Answer:
-        """Send a request to one server after another until one answers; return the decoded answer.
-
-        `size` is the request's cost for a server, in tokens; `name` stands for it in messages. With `once` it is sent
-        to one server only, which may raise RequestFailure. Raises ServersUnavailable when no server answers in time,
-        RequestRefused when one refuses the request, ServerError when all have changed their model."""
+        """Send a request to one server after another until one answers; return the decoded answer. `size` is the
+        request's cost for a server, in tokens; `name` stands for it in messages. With `once` it is sent to one server
+        only, which may raise RequestFailure. Raises ServersUnavailable when no server answers in time, RequestRefused
+        when one refuses the request, ServerError when all have changed their model."""
         deadline = time.monotonic() + self._patience
         while True:
             server, load = self._reserve_server(size, name, deadline)
@@ -94,11 +93,10 @@ class Balancer:
                 server.restored_at = time.monotonic()  # a failure of an older request says nothing about the server now
 
     def send_weights(self, weights: WeightsToSend) -> None:
-        """Replace the model of all servers, and from now on use only those that have these weights.
-
-        Returns when each server has them or has failed at least once. A background thread serves the others, and later
-        every server that lost them by a restart. Raises ServersUnavailable if no server has them and none has made
-        progress for `patience` seconds."""
+        """Replace the model of all servers, and from now on use only those that have these weights. Returns when each
+        server has them or has failed at least once. A background thread serves the others, and later every server that
+        lost them by a restart. Raises ServersUnavailable if no server has them and none has made progress for
+        `patience` seconds."""
         self.use_only(weights.fingerprint)
         with self._changed:
             self._weights, self._last_progress = weights, time.monotonic()

@@ -39,11 +39,10 @@ class TaskClient:
         self._threads.shutdown(wait=False)
 
     def wait_for_servers(self, kind: str, remedy: str) -> dict[str, ServerInfo]:
-        """Wait until every server is ready; return their descriptions by URL. `remedy` ends the message.
-
-        Logs each minute, more often at first, which servers it waits for. A server that is loading its model has
-        LONGEST_LOADING seconds, any other `ref_startup_timeout`. Raises ServersUnavailable after that time, ServerError
-        for a refused token or certificate."""
+        """Wait until every server is ready; return their descriptions by URL. `remedy` ends the message. Logs each
+        minute, more often at first, which servers it waits for. A server that is loading its model has LONGEST_LOADING
+        seconds, any other `ref_startup_timeout`. Raises ServersUnavailable after that time, ServerError for a refused
+        token or certificate."""
         began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, FIRST_LINE
         deadlines = dict.fromkeys(self.balancer.servers, began + patience)
         answers: dict[str, ServerInfo] = {}

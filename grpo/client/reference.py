@@ -36,11 +36,10 @@ def check_reference(
     any_version: bool = False,
     has_pictures: bool = False,
 ) -> None:
-    """Raise ServerError for a reference of another model than the policy starts from, or of shorter sequences.
-
-    With `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with
-    the policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`, when it may
-    be a later reference of this run."""
+    """Raise ServerError for a reference of another model than the policy starts from, or of shorter sequences. With
+    `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with the
+    policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`, when it may be a
+    later reference of this run."""
     urls, restart = " ".join(config.ref_servers), f"restart it with --model_name_or_path {config.model_name_or_path}"
 
     def error(fault: str) -> ServerError:
@@ -96,11 +95,10 @@ class ReferenceClient(TaskClient):
         self._alone_until = 0.0  # time.monotonic() until which groups share no request
 
     def wait_ready(self, any_version: bool = False) -> ModelInfo:
-        """Wait until every server is ready and check that all serve the same model; return it.
-
-        With `any_version` each may have another of this run's references: the balancer's `send_weights` or `use_only`
-        names the right one afterwards. Raises ServersUnavailable as `wait_for_servers`, ServerError for differing
-        models, or missing updates that the run needs."""
+        """Wait until every server is ready and check that all serve the same model; return it. With `any_version` each
+        may have another of this run's references: the balancer's `send_weights` or `use_only` names the right one
+        afterwards. Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models, or missing
+        updates that the run needs."""
         config = self._config
         start = f"'python ref_server.py --model_name_or_path {config.model_name_or_path}' there"
         remedy = f"{start}, or set ref_servers to its address, or beta to 0 to train without"
@@ -124,11 +122,9 @@ class ReferenceClient(TaskClient):
     def request_groups(
         self, groups: Iterable[tuple[str, list[int], list[list[int]]]]
     ) -> list[Future[list[np.ndarray]]]:
-        """Request the log-probs of groups, each (name in messages, prompt, completions); return at once.
-
-        Small groups share a request; after a failed one, no groups do for `ref_deadline` seconds. Each group's future
-        gives float32 [len(completion)] for each completion, or raises ServerError.
-        """
+        """Request the log-probs of groups, each (name in messages, prompt, completions); return at once. Small groups
+        share a request; after a failed one, no groups do for `ref_deadline` seconds. Each group's future gives float32
+        [len(completion)] for each completion, or raises ServerError."""
         asked: list[_Asked] = [
             (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
             for name, prompt_ids, completions in groups
@@ -139,9 +135,8 @@ class ReferenceClient(TaskClient):
         return [future for _, future in asked]
 
     def _answer(self, asked: list[_Asked]) -> None:
-        """Send requests as one, or one after the other if that fails, and give each future its answer or an error.
-
-        A slow server may answer each in time and not all together, and a small queue may have no room for all. So the
+        """Send requests as one, or one after the other if that fails, and give each future its answer or an error. A
+        slow server may answer each in time and not all together, and a small queue may have no room for all. So the
         shared request is sent once, and each of the others until `ref_deadline`. The first that fails ends the run."""
         asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
         try:

@@ -65,11 +65,9 @@ def make_delta(old: Path, new: Path, delta: Path, limit: int) -> int | None:
 
 
 def apply_delta(old: Path, delta: Path, new: Path, sha256: str) -> None:
-    """Apply a delta to `old`, and write the result, which must have this SHA-256, to `new`.
-
-    The delta may be a stranger's: memory does not grow with it, and `new` is as long as `old`. Raises DeltaError if it
-    is damaged or leads from or to another file, OSError; `new` is then unchanged.
-    """
+    """Apply a delta to `old`, and write the result, which must have this SHA-256, to `new`. The delta may be a
+    stranger's: memory does not grow with it, and `new` is as long as `old`. Raises DeltaError if it is damaged or leads
+    from or to another file, OSError; `new` is then unchanged."""
     unfinished, digest = new.with_name(new.name + ".unfinished"), hashlib.sha256()
     with open(old, "rb") as old_file, open(delta, "rb") as delta_file:
 

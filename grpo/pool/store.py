@@ -38,11 +38,9 @@ class Files:
         self._touched: dict[str, float] = {}  # time.monotonic() of their last pieces
 
     def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of a file, which may come twice; an empty one asks where to continue.
-
-        Returns how many bytes are stored by now, from the first on without a gap. Raises ProtocolError: 400 for bytes
-        beyond the size, 409 for a gap, or if the complete file has another SHA-256: the file is dropped then.
-        """
+        """Keep a piece of a file, which may come twice; an empty one asks where to continue. Returns how many bytes are
+        stored by now, from the first on without a gap. Raises ProtocolError: 400 for bytes beyond the size, 409 for a
+        gap, or if the complete file has another SHA-256: the file is dropped then."""
         if piece.size < 1 or piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
         with self._database.transaction():
@@ -147,11 +145,9 @@ class Store:
     # Versions
 
     def add_version(self, version: Version) -> None:
-        """Keep a version. Raises ProtocolError, 409, if a file is missing.
-
-        If the pool has, or had, this number with other weights, the run was resumed from an earlier checkpoint: that
-        version and the later ones are deleted, with the completions that they drew.
-        """
+        """Keep a version. Raises ProtocolError, 409, if a file is missing. If the pool has, or had, this number with
+        other weights, the run was resumed from an earlier checkpoint: that version and the later ones are deleted, with
+        the completions that they drew."""
         with self.database.transaction():
             weights, known = self.find_version(version.version)
             is_other = weights not in (None, version.sha256)

@@ -78,12 +78,10 @@ class Exchange:
 
 
 class FairQueue:
-    """A bounded queue of requests: any thread may submit, one thread, the scorer, takes.
-
-    A client may have as many tokens and requests in the queue as stay free for others: half of the queue when it is
-    alone, a third when there are two clients, and a newcomer always finds room (Choudhury and Hahne, Dynamic Queue
-    Length Thresholds, 1998, with alpha 1).
-    """
+    """A bounded queue of requests: any thread may submit, one thread, the scorer, takes. A client may have as many
+    tokens and requests in the queue as stay free for others: half of the queue when it is alone, a third when there are
+    two clients, and a newcomer always finds room (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998, with
+    alpha 1)."""
 
     def __init__(
         self,

@@ -197,7 +197,6 @@ class HttpServer(TcpWSGIServer):
         on_refused: Callable[[str, str, str, ProtocolError], None],
     ):
         """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
-
         `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
         request that does not reach the app."""
         self.config, self.admit, self.on_refused = config, admit, on_refused

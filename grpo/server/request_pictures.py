@@ -15,10 +15,9 @@ _AT_ONCE = 2  # requests whose pictures are prepared at a time, so that the mode
 
 
 class PictureCheck:
-    """Checks requests with the processor of a vision-language model.
-
-    A request's own thread prepares its pictures, so that the scorer and other requests need not wait for that. The
-    processor keeps those that it prepared last; the scorer prepares the others again."""
+    """Checks requests with the processor of a vision-language model. A request's own thread prepares its pictures, so
+    that the scorer and other requests need not wait for that. The processor keeps those that it prepared last; the
+    scorer prepares the others again."""
 
     def __init__(self, processor: PictureProcessor | None, vision: Vision | None):
         self.processor, self.vision = processor, vision

@@ -57,11 +57,9 @@ class UploadSlot:
         self._lock = threading.Lock()
 
     def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of an upload, which may come twice; an empty one asks where to continue.
-
-        Returns how many bytes are here, from the first on without a gap. Raises ProtocolError: 400 for a piece beyond
-        the size, 409 for a gap, 422 for weights of another model, 503 while there is another upload or a full disk.
-        """
+        """Keep a piece of an upload, which may come twice; an empty one asks where to continue. Returns how many bytes
+        are here, from the first on without a gap. Raises ProtocolError: 400 for a piece beyond the size, 409 for a gap,
+        422 for weights of another model, 503 while there is another upload or a full disk."""
         if piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
         with self._lock:
@@ -192,11 +190,9 @@ class WeightSwap:
         self.uploads = UploadSlot(folder, self._weights, patience)
 
     def commit(self, query: Mapping[str, str]) -> dict:
-        """Swap in the uploaded weights; return when that is done. A repeated commit does nothing.
-
-        Raises ProtocolError: 409 for another served model than the one to replace, a missing piece or a damaged file;
-        422 for weights of another model, not finite, or of no use; 503 when the server is ending.
-        """
+        """Swap in the uploaded weights; return when that is done. A repeated commit does nothing. Raises ProtocolError:
+        409 for another served model than the one to replace, a missing piece or a damaged file; 422 for weights of
+        another model, not finite, or of no use; 503 when the server is ending."""
         commit = Commit.of(query)
         with self._committing:
             served = self._queue.fingerprint

@@ -99,11 +99,9 @@ _LOWEST_TEMPERATURE = 1e-6  # lowest temperature; far below it, logits / tempera
 def decode_request(
     body: bytes, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
-    """Read the body of a request, and check it in full; of pictures read only the headers.
-
-    Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES
-    in all, 422 for a sequence longer than `max_length` tokens or pictures of too many pixels.
-    """
+    """Read the body of a request, and check it in full; of pictures read only the headers. Raises ProtocolError: 400
+    for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES in all, 422 for a sequence
+    longer than `max_length` tokens or pictures of too many pixels."""
     tensors, metadata = read_tensors(body)
     ids, prompts, completions = (int32(tensors, name) for name in _SEQUENCES)
     if unknown := tensors.keys() - {*_SEQUENCES, *_PICTURES}:

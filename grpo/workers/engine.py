@@ -31,9 +31,7 @@ class Engine(Protocol):
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model of a folder, the policy's `version`: its configuration, tokenizer and model.safetensors, and
         for a run with `base_weights` the adapter in folder/adapter. `turns` answer the policy in each completion.
-
-        `close` comes before a second `start`, which may have another folder's weights but never another run.
-        """
+        `close` comes before a second `start`, which may have another folder's weights but never another run."""
 
     def load(self, folder: Path, version: int) -> None:
         """Draw from now on with the weights of the folder's versions_file. No `draw` runs, but with loads_in_flight."""
@@ -56,10 +54,8 @@ def draw_in_turns(
     draw_segment: Callable[[list[int], int], tuple[list[int], list[float], list[int]]],
 ) -> GroupResult:
     """Draw a group whose completions have several segments, each completion in a thread: none waits for another's.
-
     `draw_segment(ids, room)` draws at most `room` tokens after these ids, up to an eos, and returns their ids,
-    log-probs and versions. Raises what it raises, and RewardError where an environment fails.
-    """
+    log-probs and versions. Raises what it raises, and RewardError where an environment fails."""
     example, failed = turns.make_example(task), threading.Event()
 
     def draw_completion(place: int) -> list:
