@@ -165,10 +165,8 @@ def run(config: ServerConfig) -> int:
         traceback.print_exception(service.death)
         return 1
     if left := server.unanswered:
-        say_once(
-            f"drain_timeout={config.drain_timeout:g}: {left} requests were not answered in time: their clients will "
-            "ask again; a larger value lets them finish"
-        )
+        late = f"{left} requests were not answered in time: their clients will ask again"
+        say_once(f"drain_timeout={config.drain_timeout:g}: {late}; a larger value lets them finish")
         return 1
     service.close()
     log.info("stopped")

@@ -17,6 +17,7 @@ from grpo.client.sessions import seconds_to_next_try
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 8  # requests of one rank to one server at a time
+_REMEDY = "see the log there; ref_deadline sets how long to wait"
 
 
 class Server:
@@ -112,10 +113,8 @@ class Balancer:
 
             while not self._changed.wait_for(is_settled, 0.2):
                 if time.monotonic() > self._last_progress + self._patience:
-                    raise ServersUnavailable(
-                        f"no reference server has got the new weights: nothing has moved for {self._patience:.0f} s at "
-                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait"
-                    )
+                    stuck = f"nothing has moved for {self._patience:.0f} s at {list_outcomes(self.servers)}"
+                    raise ServersUnavailable(f"no reference server has got the new weights: {stuck}: {_REMEDY}")
 
     def _reserve_server(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
         """Wait until the server that should answer first has room; count `size` tokens there, and return it with all
@@ -128,11 +127,9 @@ class Balancer:
                         f"that this run began with (the reference is {self._connection.fingerprint} now)"
                     )
                 if (left := deadline - time.monotonic()) <= 0:
-                    raise ServersUnavailable(
-                        f"no {self._wanted} for {name} after {self._patience:.0f} s from "
-                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait, "
-                        "ref_request_timeout how long for one answer"
-                    )
+                    late = f"after {self._patience:.0f} s from {list_outcomes(self.servers)}"
+                    remedy = f"{_REMEDY}, ref_request_timeout how long for one answer"
+                    raise ServersUnavailable(f"no {self._wanted} for {name} {late}: {remedy}")
                 fastest = max(server.speed for server in self.servers) or 1.0
                 usable = [server for server in self.servers if server.in_rotation and not server.has_trial_request]
                 random.shuffle(usable)  # or every rank's first request would go to the same of equal servers

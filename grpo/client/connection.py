@@ -15,7 +15,7 @@ from grpo.client.sessions import CONNECT_SECONDS, read_retry_after
 from grpo.config.connection_settings import ClientConfig
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer
-from grpo.wire.refusals import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH, ProtocolError
+from grpo.wire.refusals import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH
 from grpo.wire.rewards import RewardAnswer
 from grpo.wire.tensors import Commit
 
@@ -46,10 +46,7 @@ class Connection:
         """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less. Raises
         RequestFailure, or RequestRefused where sending it again cannot help."""
         response = self._post(url, TASK_PATHS[self._task], seconds, None, body)
-        try:
-            answer = decode(response.content)
-        except ProtocolError as error:
-            raise RequestFailure(f"sent a damaged answer ({error})") from error
+        answer = sessions.decoded(response.content, decode)
         self._check_model(answer.model_fingerprint)
         return answer
 

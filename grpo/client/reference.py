@@ -50,39 +50,34 @@ def check_reference(
     processors = {policy.processor_fingerprint, reference.processor_fingerprint}
     may_differ = "" in processors or (config.allow_other_reference and not has_pictures)
     if len(processors) > 1 and not may_differ:
-        limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
-        raise error(
-            " and prepares pictures in another way than this run: restart it with the trainer's settings, "
-            f"{' and '.join(limits)}, and the same preprocessor_config.json"
-        )
+        limits = " and ".join(f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
+        remedy = f"restart it with the trainer's settings, {limits}, and the same preprocessor_config.json"
+        raise error(f" and prepares pictures in another way than this run: {remedy}")
     same_tokens = reference.tokenizer_fingerprint == policy.tokenizer_fingerprint
     if not same_tokens or reference.vocab_size != policy.vocab_size:
         sizes = f"{reference.vocab_size} is not that of {policy.name}, {policy.vocab_size}"
         raise error(f", whose vocabulary of {sizes}: {restart}")
     if config.longest_sequence > reference.max_length:
-        raise error(
-            f" and takes at most {reference.max_length} tokens a sequence, and max_prompt_length + "
-            f"max_completion_length is {config.longest_sequence}: restart it with a larger --max_length, or lower one"
-        )
+        longest = f"max_prompt_length + max_completion_length is {config.longest_sequence}"
+        remedy = "restart it with a larger --max_length, or lower one"
+        raise error(f" and takes at most {reference.max_length} tokens a sequence, and {longest}: {remedy}")
     has_config = reference.config_fingerprint == policy.config_fingerprint
     if config.ref_update_steps and not has_config:
         reason = f"whose configuration is not that of {policy.name}, so it cannot take these weights"
         raise error(f", {reason}: {restart}, or set ref_update_steps to 0")
     if config.quantization not in ("none", reference.quantization):
-        raise error(
-            f" with quantization {reference.quantization}, and that of the policy is {config.quantization}, so the KL "
-            f"would not begin at 0: restart it with --quantization {config.quantization}, or use ref adapter_off"
-        )
+        differs = f"{reference.quantization}, and that of the policy is {config.quantization}"
+        remedy = f"restart it with --quantization {config.quantization}, or use ref adapter_off"
+        raise error(f" with quantization {differs}, so the KL would not begin at 0: {remedy}")
     if reference.fingerprint == policy.fingerprint or any_version:
         return
     served, begun_with = f"{reference.name} ({reference.fingerprint})", f"{policy.name} ({policy.fingerprint})"
     # The numbers that quantized weights stand for depend on dtype and device: equal configurations are all that shows.
     is_quantized = {reference.quantization, policy.quantization} != {"none"}
     if not (config.allow_other_reference or (is_quantized and has_config)):
-        raise error(
-            f" ({reference.fingerprint}), which is another model than the policy starts from, {begun_with}: {restart}, "
-            "or set allow_other_reference to train with it"
-        )
+        other = f"which is another model than the policy starts from, {begun_with}"
+        remedy = f"{restart}, or set allow_other_reference to train with it"
+        raise error(f" ({reference.fingerprint}), {other}: {remedy}")
     message = "the reference, %s, has other weights than the policy starts from, %s: the KL will not begin at 0"
     log.warning(message, served, begun_with)
 
@@ -107,10 +102,8 @@ class ReferenceClient(TaskClient):
         first = servers[first_url].model
         for url, server in servers.items():
             if server.model.fingerprint != first.fingerprint and not any_version:
-                raise ServerError(
-                    f"{first_url} serves {first.name} ({first.fingerprint}) but {url} serves "
-                    f"{server.model.name} ({server.model.fingerprint}): start every server with the same model"
-                )
+                one, other = (f"serves {model.name} ({model.fingerprint})" for model in (first, server.model))
+                raise ServerError(f"{first_url} {one} but {url} {other}: start every server with the same model")
             if config.ref_update_steps and not server.takes_updates:
                 remedy = "restart it with --update_folder PATH, or set ref_update_steps to 0"
                 raise ServerError(f"{url} takes no new weights: {remedy}")

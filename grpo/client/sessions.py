@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import requests
 
 from grpo.client.server_errors import RequestFailure, ServerError
 from grpo.config.connection_settings import TOKEN_VARIABLE
+from grpo.wire.refusals import ProtocolError
 from grpo.wire.tensors import FilePart
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
@@ -19,6 +20,7 @@ PIECE_BYTES = 16 << 20  # of a file in one request
 # Sent again: a slow or cut body, an upload at another offset, too many requests, a proxy alone, a server not ready.
 RETRIED = (408, 409, 429, 502, 503, 504)
 _LONGEST_PAUSE = 5.0  # seconds between two tries
+_Value = TypeVar("_Value")
 
 
 class Sessions(threading.local):
@@ -70,6 +72,14 @@ def send_pieces(
         data = file.read(PIECE_BYTES)
 
 
+def decoded(body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
+    """Decode an answer. Raises RequestFailure for a damaged one."""
+    try:
+        return decode(body)
+    except (ProtocolError, ValueError, KeyError, TypeError) as error:
+        raise RequestFailure(f"sent a damaged answer ({error})") from error
+
+
 def connection_failed(error: requests.RequestException) -> RequestFailure:
     root = _root_cause(error)
     if isinstance(root, TimeoutError):
@@ -81,10 +91,9 @@ def connection_error(url: str, error: requests.RequestException) -> RequestFailu
     """Return what `connection_failed` does, and a ServerError for a certificate that does not verify."""
     if not isinstance(root := _root_cause(error), ssl.SSLCertVerificationError):
         return connection_failed(error)
-    return ServerError(
-        f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
-        "file of the authority that signed it, and write the host as the certificate does"
-    )
+    fault = f"has a certificate that does not verify ({root.verify_message})"
+    remedy = "set ref_ca_file to the PEM file of the authority that signed it"
+    return ServerError(f"{url} {fault}: {remedy}, and write the host as the certificate does")
 
 
 def token_refused(url: str, token: str | None, users: str) -> ServerError:

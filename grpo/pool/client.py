@@ -81,7 +81,7 @@ class PoolClient:
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
         """Return the drawn ones of up to MOST_TASKS groups: at least one, or none after `wait` seconds."""
         body = json.dumps({"groups": [[*key] for key in keys], "wait": wait}).encode()
-        return _decoded(self._ask(wire.GROUPS_PATH, body, wait=wait), decode_drawn)
+        return sessions.decoded(self._ask(wire.GROUPS_PATH, body, wait=wait), decode_drawn)
 
     def lease(self, lease: Lease) -> LeaseReply:
         """Return new tasks, at most `lease.room`: at least one, or none after `lease.wait` seconds."""
@@ -91,17 +91,17 @@ class PoolClient:
             version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
             return LeaseReply(tasks, float(metadata["lease_seconds"]), metadata["run"], version, sha256)
 
-        return _decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
+        return sessions.decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
     def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
         """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted". `weights`: number
         and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's."""
         body = self._ask(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
-        return _decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
+        return sessions.decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
 
     def versions(self) -> list[Version]:
         """Return the pool's versions of the policy, in ascending order."""
-        return _decoded(self._ask(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
+        return sessions.decoded(self._ask(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
 
     def put_version(self, version: Version) -> None:
         """Tell the pool a version whose files it has. Raises RequestFailure if it lacks a file."""
@@ -160,7 +160,7 @@ class PoolClient:
 
     def status(self) -> dict[str, Any]:
         """Return the pool's description of its workers and rounds."""
-        return _decoded(self._ask(wire.STATUS_PATH), json.loads)
+        return sessions.decoded(self._ask(wire.STATUS_PATH), json.loads)
 
     def _ask(self, path: str, body: bytes | None = None, query: dict | None = None, wait: float = 0.0) -> bytes:
         """GET, or POST a body, and return that of the answer."""
@@ -194,13 +194,6 @@ class PoolClient:
 
     def _no_pool(self, reason: object) -> ServerError:
         return ServerError(f"{self.url} is no pool of rollouts ({reason}): set pool to a server of the task rollouts")
-
-
-def _decoded(body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
-    try:
-        return decode(body)
-    except (wire.ProtocolError, ValueError, KeyError, TypeError) as error:
-        raise RequestFailure(f"sent a damaged answer ({error})") from error
 
 
 class Stopped(Exception):

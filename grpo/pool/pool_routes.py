@@ -39,7 +39,7 @@ def _add_queries(app: App, service: PoolService) -> None:
 
     @app.get(wire.FILES_PATH)
     def send_file():
-        with service.working():
+        with service.thread_of(service.work_threads):
             service.check_ready()
             return _file_answer(service, bottle.request.query.get("sha256", ""), bottle.request.get_header("Range", ""))
 
@@ -50,7 +50,7 @@ def _add_posts(app: App, service: PoolService) -> None:
 
         @app.post(path)
         def answer_post():
-            with service.working():
+            with service.thread_of(service.work_threads):
                 return make_json(answer(_read_post(service, most_bytes)) or {})
 
     def add_piece(body: bytes) -> dict:
@@ -83,7 +83,7 @@ def _add_long_polls(app: App, service: PoolService) -> None:
     @app.post(wire.GROUPS_PATH)
     def groups():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.working():
+        with service.thread_of(service.work_threads):
             request = read_json(_read_post(service))
             keys, wait = keys_of("groups", request.get("groups")), request.get("wait", 0)
             check_amount("wait", wait)
@@ -94,7 +94,7 @@ def _add_long_polls(app: App, service: PoolService) -> None:
     @app.post(wire.LEASE_PATH)
     def lease():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.working():
+        with service.thread_of(service.work_threads):
             lease = Lease.of_json(_read_post(service))
         note(client=lease.worker)
         return make_answer(service.lease(lease, is_gone), 200, wire.CONTENT_TYPE)

@@ -4,7 +4,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
@@ -42,10 +41,6 @@ class PoolService(Service):
         self.waiting_threads = threading.Semaphore(_MOST_WAITING)
         # While they are read, tokens take many times the size of the body: read and store one request at a time.
         self._storing = threading.Lock()
-
-    def working(self) -> AbstractContextManager[None]:
-        """Use one of the threads that read and store."""
-        return self.thread_of(self.work_threads)
 
     def load(self) -> None:
         self.change_info(status="ready")

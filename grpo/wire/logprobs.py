@@ -85,7 +85,6 @@ class LogprobsAnswer:
 
 
 def encode_request(request: LogprobsRequest) -> bytes:
-    """Return the body of a request."""
     tensors = {name: getattr(request, name) for name in _SEQUENCES} | _encode_pictures(request)
     names = {"request_id": request.request_id, "client": request.client}
     return save(tensors, {"temperature": repr(float(request.temperature)), **names})
@@ -190,7 +189,6 @@ def _check_files(files: list[bytes]) -> None:
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:
-    """Return the body of a 200 answer."""
     metadata = {"request_id": answer.request_id, "model_fingerprint": answer.model_fingerprint}
     return save({"logprobs": answer.logprobs}, metadata)
 

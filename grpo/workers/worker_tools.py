@@ -71,7 +71,6 @@ def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
     ours, runs = ((tools.tools, tools.schemas, tools.rewards) for tools in (found, run.turns))
     if ours != runs:
         field = "tools" if config.tools else "environment"
-        raise ConfigError(
-            f"{field}={getattr(config, field)!r}: functions, SHA-256 of their schemas (type hints and docstrings) and "
-            f"rewards are {ours}, and in run {run.name} {runs}: take the files that the trainer has"
-        )
+        kinds = "functions, SHA-256 of their schemas (type hints and docstrings) and rewards"
+        differ = f"{kinds} are {ours}, and in run {run.name} {runs}"
+        raise ConfigError(f"{field}={getattr(config, field)!r}: {differ}: take the files that the trainer has")
