@@ -1,18 +1,17 @@
 """The server's numbers: Prometheus metrics, the live page, and a line in the log."""
 
 import logging
-import math
-import resource
 import threading
 import time
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import prometheus_client
+import psutil
 from prometheus_client import Counter, Gauge, Histogram
 
 from grpo.wire.refusals import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS, ProtocolError
@@ -75,6 +74,7 @@ class Monitor:
         """returns bytes on the model's GPUs: held, in all, and the peak of tensors; None before the model is loaded"""
         self.device_use: Callable[[], float | None] | None = None  # returns their share of busy time; None for unknown
 
+        self._process = psutil.Process()
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS)
@@ -145,7 +145,7 @@ class Monitor:
 
     def sample(self, held: dict[str, tuple[int, int]]) -> None:
         """Add a point to the curves, every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""
-        memory = self.device_memory()[0] if self.device_memory else _resident()
+        memory = self.device_memory()[0] if self.device_memory else self._process.memory_info().rss
         device_use = self.device_use() if self.device_use else None
         with self._lock:
             work = self.sums - self._sampled
@@ -194,7 +194,7 @@ class Monitor:
                 "saved_by_sharing": sums["sharing"] / padded,
                 "saved_by_packing": sums["packing"] / padded,
                 "batch_fill": sums["fed"] / (sums["budget"] or 1),
-                "memory": {"resident": _resident(), **dict(zip(_DEVICE, device, strict=True))},
+                "memory": {"resident": self._process.memory_info().rss, **dict(zip(_DEVICE, device, strict=True))},
                 "clients": [
                     client | {"waiting": held.get(key, (0, 0))[0], "last_seen": now - client["last_seen"]}
                     for key, client in reversed(self._clients.items())
@@ -214,7 +214,7 @@ class Monitor:
             return None
         codes = ", ".join(f"{count} x {status}" for status, count in sorted(new.items())) or "none"
         times = f", p50 {1e3 * p50:.0f} ms, p99 {1e3 * p99:.0f} ms" if p50 is not None else ""
-        waiting, memory = add_up(held)[0], _resident() >> 20
+        waiting, memory = add_up(held)[0], self._process.memory_info().rss >> 20
         return (
             f"last {now - last_time:.0f} s: answers {codes}{times}; {scored / (now - last_time):.0f} "
             f"tokens/s; {waiting} tokens of {len(held)} clients wait; {memory} MiB"
@@ -228,12 +228,4 @@ def add_up(held: dict[str, tuple[int, int]]) -> tuple[int, int]:
 
 def quantiles(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return p50 and p99, each the smallest value that at least this share of the values does not exceed."""
-    ordered = sorted(values)
-    if not ordered:
-        return None, None
-    return tuple(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
-
-
-def _resident() -> int:
-    """Return the bytes of memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return tuple(np.quantile(values, (0.5, 0.99), method="inverted_cdf").tolist()) if values else (None, None)
