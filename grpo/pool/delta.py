@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import numpy as np
 
@@ -28,8 +28,6 @@ _TEXT = b'{"format": 2, "old": "", "new": "", "size": 0}'
 _HEADER = len(_TEXT).to_bytes(8, "little") + _TEXT
 _BLOCK = 1 << 20  # words
 _THREADS = min(4, os.cpu_count() or 1)
-
-Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class DeltaError(Exception):
@@ -100,10 +98,10 @@ def _blocks(file: BinaryIO) -> Iterator[range]:
     return (range(start, min(start + _BLOCK, words)) for start in range(0, words, _BLOCK))
 
 
-def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def _in_order(function: Callable, items: Iterable) -> Iterator:
     """Yield `function(item)` of each item, in order. A few threads compute a few items ahead."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        running: deque[Future[Result]] = deque()
+        running: deque[Future] = deque()
         for item in items:
             running.append(pool.submit(function, item))
             if len(running) > _THREADS:

@@ -21,12 +21,9 @@ _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON
 
 def add_pool_routes(app: App, service: PoolService) -> None:
     """Let the application answer trainer and workers."""
-    _add_queries(app, service)
     _add_posts(app, service)
     _add_long_polls(app, service)
 
-
-def _add_queries(app: App, service: PoolService) -> None:
     @app.get(wire.RUN_PATH)
     def run():
         service.check_ready()

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
 
 from grpo.config.server import ServerConfig
 from grpo.pool.database import PIECE_BYTES
@@ -25,8 +24,6 @@ _MOST_WORK = 24  # requests that are read and stored at once
 _MOST_WAITING = THREADS - 8 - _MOST_WORK
 LONGEST_WAIT = 30.0  # seconds
 _CHECK_SECONDS = 0.5  # how often a thread that waits checks whether its client is still connected
-
-_Item = TypeVar("_Item")
 
 
 class PoolService(Service):
@@ -168,9 +165,7 @@ class PoolService(Service):
             self.numbers.leased.inc(len(tasks))
             return tasks
 
-    def _wait(
-        self, find: Callable[[], list[_Item]], seconds: float, is_gone: Callable[[], bool], worker: str = ""
-    ) -> list[_Item]:
+    def _wait(self, find: Callable[[], list], seconds: float, is_gone: Callable[[], bool], worker: str = "") -> list:
         """Call `find` until it returns items, and return them; empty after `seconds`. Raises ProtocolError: 499 if the
         client has gone, 503 if too many wait or the server is ending."""
         if (items := find()) or seconds == 0:

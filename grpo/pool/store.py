@@ -124,8 +124,6 @@ class Store:
     def close(self) -> None:
         self.database.close()
 
-    # The run
-
     def run(self) -> RunInfo:
         """Return the run. Raises ProtocolError, 404, before the trainer has put one."""
         if self.known_run is None:
@@ -141,8 +139,6 @@ class Store:
                 message = f"the pool file is of run {self.known_run.name}: start the pool with another --pool_file"
                 raise ProtocolError(409, "other_run", message)
         self.known_run = self.known_run or info
-
-    # Versions
 
     def add_version(self, version: Version) -> None:
         """Keep a version. Raises ProtocolError, 409, if a file is missing. If the pool has, or had, this number with
@@ -210,8 +206,6 @@ class Store:
         used = {sha256 for version in self.versions() for sha256 in _files_of(version)}
         used |= {self.known_run.model_files, self.known_run.base_weights} if self.known_run else set()
         self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
-
-    # Tasks and results
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Keep tasks. Raises ProtocolError, 409, for one that is stored with other content; none is kept then."""

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo.config.errors import RewardError
 from grpo.usercode.prints import PRINTS
@@ -187,9 +187,6 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-_Result = TypeVar("_Result")
-
-
 class ProcessPool:
     """Processes of one service, started when needed, and `threads` that wait for calls. A program closes it before its
     end, or Python waits for the running calls."""
@@ -205,7 +202,7 @@ class ProcessPool:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="user's code")
         self._is_closed = False
 
-    async def run(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
+    async def run(self, call: Callable, *arguments: Any) -> Any:
         """Make a blocking call in one of the threads."""
         return await asyncio.wrap_future(self._threads.submit(call, *arguments))
 

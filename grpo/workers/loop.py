@@ -175,8 +175,6 @@ class GenerationWorker:
         if self._failure:
             raise self._failure
 
-    # Versions and the engine
-
     def _has_newest(self) -> bool:
         return self._newest is None or self._has(*self._newest)
 
@@ -230,8 +228,6 @@ class GenerationWorker:
         self._wait_until_idle()
         self._is_started, self._engine_error = False, None
         self._pause(RESTART_PAUSE)
-
-    # Tasks
 
     def _lease(self, room: int, wait: float) -> LeaseReply:
         """Ask for tasks, renew the leases, and hold the new tasks. Raises WorkerFailed if the pool has another run."""
