@@ -71,7 +71,7 @@ class Balancer:
         when one refuses the request, ServerError when all have changed their model."""
         deadline = time.monotonic() + self._patience
         while True:
-            server, load = self._reserve_server(size, name, deadline)
+            server, load = self._reserve(size, name, deadline)
             sent_at, failure = time.monotonic(), None
             try:
                 return self._connection.request(server.url, body, decode, deadline - sent_at)
@@ -83,7 +83,7 @@ class Balancer:
                 load = 0
                 raise
             finally:
-                self._release_server(server, size, load, sent_at, failure)
+                self._release(server, size, load, sent_at, failure)
 
     def use_only(self, fingerprint: str) -> None:
         """Accept answers of this model only, from now on. Requests in flight to an older one are sent again."""
@@ -116,7 +116,7 @@ class Balancer:
                     stuck = f"nothing has moved for {self._patience:.0f} s at {list_outcomes(self.servers)}"
                     raise ServersUnavailable(f"no reference server has got the new weights: {stuck}: {_REMEDY}")
 
-    def _reserve_server(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
+    def _reserve(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
         """Wait until the server that should answer first has room; count `size` tokens there, and return it with all
         its tokens in flight. Raises ServersUnavailable at the deadline, ServerError when every model has changed."""
         with self._changed:
@@ -144,9 +144,7 @@ class Balancer:
                 self._changed.wait(min(0.2, left))
         raise ServerError(f"{name} was given up: the client is closed")
 
-    def _release_server(
-        self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None
-    ) -> None:
+    def _release(self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None) -> None:
         """Record the end of a request, and take a failed server out of rotation. `load` is 0 for a refused request."""
         now = time.monotonic()
         with self._changed:

@@ -30,11 +30,7 @@ _Asked = tuple[LogprobsRequest, Future[list[np.ndarray]]]
 
 
 def check_reference(
-    config: TrainerConfig,
-    policy: ModelInfo,
-    reference: ModelInfo,
-    any_version: bool = False,
-    has_pictures: bool = False,
+    config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, any_version=False, has_pictures=False
 ) -> None:
     """Raise ServerError for a reference of another model than the policy starts from, or of shorter sequences. With
     `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with the

@@ -49,9 +49,7 @@ def open_sessions(token: str | None, ref_ca_file: str | None, content_type: str)
     return Sessions(token, str(Path(ref_ca_file).absolute()), content_type)
 
 
-def send_pieces(
-    file: BinaryIO, size: int, sha256: str, post: Callable[[dict, bytes], requests.Response]
-) -> Iterator[None]:
+def send_pieces(file: BinaryIO, size: int, sha256: str, post: Callable) -> Iterator[None]:
     """Send a file by `post(query, body)`, from where an earlier upload of it ended. Yields after each piece. Raises
     RequestFailure if the server does not take it in, and the errors of `post`."""
     data, received = b"", 0

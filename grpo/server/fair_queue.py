@@ -84,18 +84,12 @@ class FairQueue:
     alpha 1)."""
 
     def __init__(
-        self,
-        batcher: Batcher,
-        max_batch_tokens: int,
-        max_queue_tokens: int,
-        max_requests: int,
-        deterministic: bool = False,
-        fingerprint: str = "",
+        self, batcher: Batcher, budget: int, max_tokens: int, max_requests: int, deterministic=False, fingerprint=""
     ):
         self._batcher, self._deterministic = batcher, deterministic
-        self.budget = max_batch_tokens  # tokens of a forward pass; the scorer lowers it when they do not fit the memory
+        self.budget = budget  # tokens of a forward pass; the scorer lowers it when they do not fit the memory
         self.fingerprint = fingerprint  # fingerprint of the model that answers now
-        self._max_tokens, self._max_requests = max_queue_tokens, max_requests
+        self._max_tokens, self._max_requests = max_tokens, max_requests
         self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
         self._turns: list[str] = []  # clients, the next one first
         self._exchange: Exchange | None = None

@@ -189,13 +189,7 @@ class Channel(HTTPChannel):
 class HttpServer(TcpWSGIServer):
     """A web server that listens once it is constructed, and answers while `run` runs."""
 
-    def __init__(
-        self,
-        app,
-        config: ServerConfig,
-        admit: Callable[[str, dict[str, str]], tuple[bool, ProtocolError | None]],
-        on_refused: Callable[[str, str, str, ProtocolError], None],
-    ):
+    def __init__(self, app, config: ServerConfig, admit: Callable, on_refused: Callable):
         """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
         `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
         request that does not reach the app."""

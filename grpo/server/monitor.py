@@ -14,7 +14,7 @@ import prometheus_client
 import psutil
 from prometheus_client import Counter, Gauge, Histogram
 
-from grpo.wire.refusals import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS, ProtocolError
+from grpo.wire.refusals import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS
 
 log = logging.getLogger("ref_server")
 
@@ -107,17 +107,9 @@ class Monitor:
             self.sums.update(vars(done), sharing=done.saved_by_sharing, packing=done.saved_by_packing)
 
     def answered(
-        self,
-        method: str,
-        path: str,
-        status: int,
-        seconds: float,
-        address: str,
-        client: str = "",
-        tokens: int = 0,
-        error: ProtocolError | None = None,
+        self, method: str, path: str, status: int, seconds: float, address: str, client="", tokens=0, error=None
     ) -> None:
-        """Count an answered request. `path` is one of the server's, or "other"."""
+        """Count an answered request. `path` is one of the server's, or "other"; `error` is a ProtocolError, if any."""
         self._requests.labels(path, status).inc()
         is_for_model = path in TASK_PATHS.values()
         scored = is_for_model and status == 200

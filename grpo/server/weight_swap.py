@@ -161,18 +161,12 @@ class WeightSwap:
     """Replaces the model's weights by uploaded ones. All methods may be called from any thread."""
 
     def __init__(
-        self,
-        queue: FairQueue,
-        model: PreTrainedModel,
-        inputs_fingerprint: str,
-        folder: str,
-        patience: float,
-        on_swap: Callable[[str, str], None],
+        self, queue: FairQueue, model: PreTrainedModel, inputs: str, folder: str, patience: float, on_swap: Callable
     ):
         """`folder` keeps an upload for `patience` seconds without a new piece. `on_swap` is called with the new
         fingerprint and the SHA-256 of the file. Raises ConfigError for a folder that cannot be written, an adapter, or
         a model that is not all in memory."""
-        self._queue, self._model, self._inputs = queue, model, inputs_fingerprint
+        self._queue, self._model, self._inputs = queue, model, inputs
         self._on_swap = on_swap
         self._weights = named_weights(model)
         self._committing = threading.Lock()

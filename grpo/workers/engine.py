@@ -11,6 +11,8 @@ from typing import Protocol
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
 from grpo.workers.worker_tools import WorkerTools
 
+Segment = tuple[list[int], list[float], list[int]]  # the ids drawn in one request, their log-probs and versions
+
 
 class EngineError(Exception):
     """A failed engine. The message is one sentence; the worker starts the engine again."""
@@ -48,10 +50,7 @@ class Engine(Protocol):
 
 
 def draw_in_turns(
-    turns: WorkerTools,
-    run: RunInfo,
-    task: Task,
-    draw_segment: Callable[[list[int], int], tuple[list[int], list[float], list[int]]],
+    turns: WorkerTools, run: RunInfo, task: Task, draw_segment: Callable[[list[int], int], Segment]
 ) -> GroupResult:
     """Draw a group whose completions have several segments, each completion in a thread: none waits for another's.
     `draw_segment(ids, room)` draws at most `room` tokens after these ids, up to an eos, and returns their ids,

@@ -22,7 +22,7 @@ from typing import Any
 from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
-from grpo.workers.engine import EngineError, draw_in_turns
+from grpo.workers.engine import EngineError, Segment, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 from grpo.workers.worker_tools import WorkerTools
@@ -139,10 +139,8 @@ class VllmEngine:
         segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)
         return GroupResult(*task.key, *map(list, zip(*segments, strict=True)))
 
-    def _draw_segments(
-        self, prompt: list[int], count: int, longest: int, version: int
-    ) -> list[tuple[list[int], list[float], list[int]]]:
-        """Draw so many continuations of ids: the ids of each, their log-probs, and which version drew each."""
+    def _draw_segments(self, prompt: list[int], count: int, longest: int, version: int) -> list[Segment]:
+        """Draw so many continuations of ids."""
         run = self.run
         parameters = {
             "n": count,
