@@ -32,11 +32,12 @@ def run_worker(descriptor: int) -> None:
     # The deepspeed launcher sends SIGTERM to every process below it while the trainer still has a step to finish. A
     # handler, not SIG_IGN: processes that the user's code starts would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    _prctl(_SET_CHILD_SUBREAPER, 1)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if worker := os.fork():
         os.close(descriptor)
         _guard(worker)
-    _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # foreign code may kill the guard
+    prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # foreign code may kill the guard
     os.setsid()
     sys.stdout.reconfigure(line_buffering=True)  # show what a function printed before it hung
     # Code that reads input must neither wait for it nor read the guard's.
@@ -98,7 +99,3 @@ def _kill_children() -> bool:
                 os.kill(int(name), signal.SIGKILL)
                 killed = True
     return killed
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
