@@ -21,6 +21,7 @@ import requests
 
 from grpo.client import sessions
 from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError, ServersUnavailable
+from grpo.client.sessions import seconds_to_next_try
 from grpo.pool.delta import sha256_of
 from grpo.pool.protocol import GroupResult, Lease, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
@@ -241,7 +242,7 @@ class Retrier:
                             if not self._waiting:
                                 log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
                             self._waiting.add(thread)
-                    self._stop.wait(sessions.seconds_to_next_try(failures, failure.retry_after))
+                    self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
                     failures += 1
             raise Stopped
         finally:

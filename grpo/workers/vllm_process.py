@@ -5,12 +5,12 @@ import math
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 import requests
@@ -45,12 +45,12 @@ class VllmServer:
         self._lock, self._has_group, self._ended_by_us = threading.Lock(), True, ""
         self._log_begins = log.stat().st_size if log.exists() else 0
         # The guard outlives the worker by seconds, and so must not hold the worker's output open.
-        guard = ["sh", "-c", _GUARD]
-        self._guard = Popen(guard, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._guard = subprocess.Popen(["sh", "-c", _GUARD], start_new_session=True, **streams)
         command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         with open(log, "ab") as output:
-            streams = {"stdin": DEVNULL, "stdout": output, "stderr": STDOUT}
-            self._server = Popen(command, env=environment, start_new_session=True, **streams)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            self._server = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         self._guard.stdin.write(b"%d\n" % self._server.pid)
         self._guard.stdin.flush()
 
@@ -96,7 +96,7 @@ class VllmServer:
 
     def has_ended(self, seconds: float) -> bool:
         """Tell whether the server has ended, or ends within `seconds`."""
-        with suppress(TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             self._server.wait(seconds)
         return self._server.poll() is not None
 
