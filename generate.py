@@ -65,8 +65,7 @@ def run(config: WorkerConfig) -> int:
     """Draw until a signal comes; return the exit code then. Raises what ends the worker."""
     stop, signals = threading.Event(), []
     on_end_signals(lambda number: (signals.append(number), stop.set()))
-    # Before an engine is imported, which may take a minute: ServerError for a wrong token or address. A pool that
-    # does not answer may do so later.
+    # Refuse a wrong token or address before an engine is imported. A pool that does not answer may do so later.
     with suppress(RequestFailure):
         PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
     with open_folder(config.weights_folder) as folder:

@@ -47,21 +47,9 @@ class Job:
         self.refusal: ProtocolError | None = None
         self.future: Future[Scores] = Future()
 
-    @property
-    def is_over(self) -> bool:
-        return self.refusal is not None or len(self.answers) == len(self.sequences)
-
     def count_tokens(self, rows: Iterable[int]) -> int:
         """Return the tokens of these sequences, a shared prompt counted each time."""
         return sum(sum(map(len, self.sequences[row])) for row in rows)
-
-    def resolve(self, fingerprint: str) -> None:
-        """Give the future its answer or its refusal."""
-        if self.refusal is not None:
-            self.future.set_exception(self.refusal)
-        else:
-            values = np.concatenate([self.answers[row] for row in range(len(self.sequences))])
-            self.future.set_result(Scores(values, fingerprint))
 
 
 Batch = list[tuple[Job, int]]  # sequences for about one forward pass: the job of each, and its place in the job
@@ -234,10 +222,15 @@ class FairQueue:
             for job, row in batch:
                 job.tokens_left -= job.count_tokens([row])
             # Removed before the answer, whose reader may send the next request at once; some were cancelled meanwhile.
-            over = [job for job in dict.fromkeys(job for job, _ in batch) if job.is_over]
+            jobs = dict.fromkeys(job for job, _ in batch)
+            over = [job for job in jobs if job.refusal is not None or len(job.answers) == len(job.sequences)]
             over = [job for job in over if self._jobs.pop(job.future, None)]
         for job in over:
-            job.resolve(self.fingerprint)
+            if job.refusal is not None:
+                job.future.set_exception(job.refusal)
+            else:
+                values = np.concatenate([job.answers[row] for row in range(len(job.sequences))])
+                job.future.set_result(Scores(values, self.fingerprint))
 
     def abandon(self) -> None:
         """Refuse every request and exchange that waits or comes later: nothing can be scored any more."""

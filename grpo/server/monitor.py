@@ -88,16 +88,13 @@ class Monitor:
         self._reported = (time.monotonic(), Tally(), 0)
 
     def make(self, kind: type, name: str, text: str, **options) -> Any:
-        """Return a new metric of /metrics."""
         return kind(f"grpo_ref_{name}", text, registry=self._registry, **options)
 
     def count(self, name: str, number: int) -> None:
-        """Add to one of `sums`."""
         with self._lock:
             self.sums[name] += number
 
     def scored(self, done: Pass) -> None:
-        """Count a forward pass."""
         self._tokens.inc(done.tokens)
         self._saved.labels("sharing").inc(done.saved_by_sharing)
         self._saved.labels("packing").inc(done.saved_by_packing)

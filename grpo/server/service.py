@@ -13,7 +13,6 @@ from grpo.server.monitor import Monitor
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.refusals import COMMIT_PATH, HEALTH_PATH, PAGE_PATH, WEIGHTS_PATH, ProtocolError
 
-_UPDATE_PATHS = (WEIGHTS_PATH, COMMIT_PATH)
 _OPEN_PATHS = (PAGE_PATH, HEALTH_PATH)  # without the token they tell nothing: an empty page, and "ok"
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 """a Host header that no other site's page can send: the name of its site could lead here (DNS rebinding)"""
@@ -61,7 +60,7 @@ class Service:
         if self.allows(headers.get("AUTHORIZATION", "")):
             if self.config.token is None and (refusal := _foreign(headers)) is not None:
                 return False, refusal
-            if path in _UPDATE_PATHS and self.config.update_folder is None:
+            if path in (WEIGHTS_PATH, COMMIT_PATH) and self.config.update_folder is None:
                 message = "this server takes no new weights: it runs without --update_folder"
                 return True, ProtocolError(403, "no_updates", message)
             return True, None
@@ -108,7 +107,6 @@ class Service:
         return self.monitor.summary(self.held())
 
     def status(self) -> dict:
-        """Return the numbers of the live page."""
         return {"health": self.current_info().to_dict(), **self.monitor.status(self.held())}
 
 

@@ -140,7 +140,6 @@ class VllmEngine:
         return GroupResult(*task.key, *map(list, zip(*segments, strict=True)))
 
     def _draw_segments(self, prompt: list[int], count: int, longest: int, version: int) -> list[Segment]:
-        """Draw so many continuations of ids."""
         run = self.run
         parameters = {
             "n": count,
@@ -212,10 +211,9 @@ def card_name() -> str:
         return "CPU"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
     try:
-        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
         return "CPU"
-    return names[0] if names else "CPU"
 
 
 def _environment(has_adapter: bool) -> dict[str, str]:
