@@ -42,7 +42,6 @@ from grpo.server.http import HttpServer
 from grpo.server.model_service import ModelService
 from grpo.server.monitor import SAMPLE_SECONDS, SUMMARY_SECONDS
 from grpo.wire import refusals as wire
-from grpo.wire.tensors import FilePart
 
 log = logging.getLogger("ref_server")
 
@@ -115,9 +114,7 @@ def add_model_routes(app: App, service: ModelService) -> None:
                 service.check_ready()
                 return make_json(answer(bottle.request.query))
 
-    on_update(
-        wire.WEIGHTS_PATH, lambda query: {"received": service.updates.uploads.add(FilePart.of(query), read_body())}
-    )
+    on_update(wire.WEIGHTS_PATH, lambda query: {"received": service.updates.uploads.add(query, read_body())})
     on_update(wire.COMMIT_PATH, lambda query: service.updates.commit(query))
 
 
@@ -165,8 +162,8 @@ def run(config: ServerConfig) -> int:
         traceback.print_exception(service.death)
         return 1
     if left := server.unanswered:
-        late = f"{left} requests were not answered in time: their clients will ask again"
-        say_once(f"drain_timeout={config.drain_timeout:g}: {late}; a larger value lets them finish")
+        reason = f"{left} requests were not answered in time: their clients will ask again"
+        say_once(f"drain_timeout={config.drain_timeout:g}: {reason}; a larger value lets them finish")
         return 1
     service.close()
     log.info("stopped")

@@ -56,10 +56,11 @@ class UploadSlot:
         self._installed = ""  # SHA-256 of the last upload that was installed
         self._lock = threading.Lock()
 
-    def add(self, piece: FilePart, data: bytes) -> int:
+    def add(self, query: Mapping[str, str], data: bytes) -> int:
         """Keep a piece of an upload, which may come twice; an empty one asks where to continue. Returns how many bytes
         are here, from the first on without a gap. Raises ProtocolError: 400 for a piece beyond the size, 409 for a gap,
         422 for weights of another model, 503 while there is another upload or a full disk."""
+        piece = FilePart.of(query)
         if piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
         with self._lock:
