@@ -113,8 +113,8 @@ class Balancer:
 
             while not self._changed.wait_for(is_settled, 0.2):
                 if time.monotonic() > self._last_progress + self._patience:
-                    stuck = f"nothing has moved for {self._patience:.0f} s at {list_outcomes(self.servers)}"
-                    raise ServersUnavailable(f"no reference server has got the new weights: {stuck}: {_REMEDY}")
+                    state = f"nothing has moved for {self._patience:.0f} s at {list_outcomes(self.servers)}"
+                    raise ServersUnavailable(f"no reference server has got the new weights: {state}: {_REMEDY}")
 
     def _reserve(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
         """Wait until the server that should answer first has room; count `size` tokens there, and return it with all
@@ -127,9 +127,9 @@ class Balancer:
                         f"that this run began with (the reference is {self._connection.fingerprint} now)"
                     )
                 if (left := deadline - time.monotonic()) <= 0:
-                    late = f"after {self._patience:.0f} s from {list_outcomes(self.servers)}"
+                    wait = f"after {self._patience:.0f} s from {list_outcomes(self.servers)}"
                     remedy = f"{_REMEDY}, ref_request_timeout how long for one answer"
-                    raise ServersUnavailable(f"no {self._wanted} for {name} {late}: {remedy}")
+                    raise ServersUnavailable(f"no {self._wanted} for {name} {wait}: {remedy}")
                 fastest = max(server.speed for server in self.servers) or 1.0
                 usable = [server for server in self.servers if server.in_rotation and not server.has_trial_request]
                 random.shuffle(usable)  # or every rank's first request would go to the same of equal servers

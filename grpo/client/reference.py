@@ -132,9 +132,9 @@ def check_reference(
         reason = f"whose configuration is not that of {policy.name}, so it cannot take these weights"
         raise error(f", {reason}: {restart}, or set ref_update_steps to 0")
     if config.quantization not in ("none", reference.quantization):
-        differs = f"{reference.quantization}, and that of the policy is {config.quantization}"
+        difference = f"{reference.quantization}, and that of the policy is {config.quantization}"
         remedy = f"restart it with --quantization {config.quantization}, or use ref adapter_off"
-        raise error(f" with quantization {differs}, so the KL would not begin at 0: {remedy}")
+        raise error(f" with quantization {difference}, so the KL would not begin at 0: {remedy}")
     if reference.fingerprint == policy.fingerprint or any_version:
         return
     served, begun_with = f"{reference.name} ({reference.fingerprint})", f"{policy.name} ({policy.fingerprint})"
@@ -168,8 +168,10 @@ class ReferenceClient(TaskClient):
         first = servers[first_url].model
         for url, server in servers.items():
             if server.model.fingerprint != first.fingerprint and not any_version:
-                one, other = (f"serves {model.name} ({model.fingerprint})" for model in (first, server.model))
-                raise ServerError(f"{first_url} {one} but {url} {other}: start every server with the same model")
+                models = [f"serves {model.name} ({model.fingerprint})" for model in (first, server.model)]
+                raise ServerError(
+                    f"{first_url} {models[0]} but {url} {models[1]}: start every server with the same model"
+                )
             if config.ref_update_steps and not server.takes_updates:
                 remedy = "restart it with --update_folder PATH, or set ref_update_steps to 0"
                 raise ServerError(f"{url} takes no new weights: {remedy}")

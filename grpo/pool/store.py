@@ -222,9 +222,9 @@ class Store:
         """Return the first tasks without a result that a stored version may draw, by version, group and attempt."""
         takes_newest = self.known_run is not None and self.known_run.in_flight_weight_updates
         is_here = "<= (SELECT max(version)" if takes_newest else "IN (SELECT version"
-        may_be_drawn = f"drawn IS NULL AND version {is_here} FROM versions WHERE info IS NOT NULL)"
-        first = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE {may_be_drawn} ORDER BY version, group_id, attempt"
-        rows = self.database.checked_rows(_TASK_NAME, f"{first} LIMIT ?", limit)
+        condition = f"drawn IS NULL AND version {is_here} FROM versions WHERE info IS NOT NULL)"
+        query = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE {condition} ORDER BY version, group_id, attempt"
+        rows = self.database.checked_rows(_TASK_NAME, f"{query} LIMIT ?", limit)
         return [_read_task(row)[0] for row in rows]
 
     def find_task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
@@ -273,9 +273,9 @@ class Store:
                 return []
             each = self.known_run.groups_per_round
             sums = "min(version), max(version), count(*), sum(drawn IS NOT NULL), coalesce(sum(tokens), 0)"
-            of_rounds = f"SELECT group_id / ? AS round, {sums} FROM tasks WHERE group_id >= ? GROUP BY round"
+            query = f"SELECT group_id / ? AS round, {sums} FROM tasks WHERE group_id >= ? GROUP BY round"
             first = max(0, newest // each - count + 1) * each
-            rows = self.database.sql(f"{of_rounds} ORDER BY round DESC", each, first)
+            rows = self.database.sql(f"{query} ORDER BY round DESC", each, first)
         names = "round", "version", "last_version", "tasks", "drawn", "tokens"
         return [dict(zip(names, row, strict=True)) for row in rows]
 

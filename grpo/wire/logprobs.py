@@ -42,12 +42,12 @@ class LogprobsRequest:
     @classmethod
     def of(cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, request_id="", client=""):
         """Make a request of the completions of one prompt, which may be a PicturedPrompt."""
-        pictures, count = pictures_of(prompt_ids), len(completions)
+        count, pictures = len(completions), pictures_of(prompt_ids)
         ids = np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions])
         prompt_lengths = np.full(count, len(prompt_ids), np.int32)
         lengths = np.asarray([*map(len, completions)], np.int32)
-        of_each = [pictures] * count if pictures else ()
-        return cls(ids, prompt_lengths, lengths, temperature, request_id, client, of_each)
+        repeated = [pictures] * count if pictures else ()
+        return cls(ids, prompt_lengths, lengths, temperature, request_id, client, repeated)
 
     @classmethod
     def joined(cls, requests: Sequence[LogprobsRequest]):

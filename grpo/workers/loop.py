@@ -46,8 +46,8 @@ def prove(engine: Engine, version: Version, dtype: str) -> float:
     # Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6.
     most = 1e-3 if dtype == "float32" else 0.15
     if not difference <= most:
-        far = f"{difference:.2g} nats a token from the trainer's, and {most:g} are the most"
-        fault = f"the engine's log-probs are {far}: it does not have these weights"
+        distance = f"{difference:.2g} nats a token from the trainer's, and {most:g} are the most"
+        fault = f"the engine's log-probs are {distance}: it does not have these weights"
         raise EngineError(f"version {version.version}: {fault}")
     return difference
 

@@ -167,8 +167,8 @@ class VllmEngine:
             reasons = {choice["finish_reason"] for choice in choices}
         drew = {*chain(*versions)}
         if not (run.in_flight_weight_updates or drew == {version}) or not reasons <= {"stop", "length"}:
-            found = f"completions of weights {sorted(drew)} that ended by {sorted(reasons)}"
-            raise EngineError(f"/inference/v1/generate: {found}, instead of {version} by stop or length")
+            reason = f"completions of weights {sorted(drew)} that ended by {sorted(reasons)}"
+            raise EngineError(f"/inference/v1/generate: {reason}, instead of {version} by stop or length")
         checked = [[self._checked(value) for value in values] for values in logprobs]
         return [*zip(completions, checked, versions, strict=True)]
 

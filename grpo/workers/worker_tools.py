@@ -72,5 +72,5 @@ def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
     if ours != runs:
         field = "tools" if config.tools else "environment"
         kinds = "functions, SHA-256 of their schemas (type hints and docstrings) and rewards"
-        differ = f"{kinds} are {ours}, and in run {run.name} {runs}"
-        raise ConfigError(f"{field}={getattr(config, field)!r}: {differ}: take the files that the trainer has")
+        difference = f"{kinds} are {ours}, and in run {run.name} {runs}"
+        raise ConfigError(f"{field}={getattr(config, field)!r}: {difference}: take the files that the trainer has")
