@@ -168,10 +168,9 @@ class ReferenceClient(TaskClient):
         first = servers[first_url].model
         for url, server in servers.items():
             if server.model.fingerprint != first.fingerprint and not any_version:
-                models = [f"serves {model.name} ({model.fingerprint})" for model in (first, server.model)]
-                raise ServerError(
-                    f"{first_url} {models[0]} but {url} {models[1]}: start every server with the same model"
-                )
+                names = [f"{model.name} ({model.fingerprint})" for model in (first, server.model)]
+                models = f"{first_url} serves {names[0]} but {url} serves {names[1]}"
+                raise ServerError(f"{models}: start every server with the same model")
             if config.ref_update_steps and not server.takes_updates:
                 remedy = "restart it with --update_folder PATH, or set ref_update_steps to 0"
                 raise ServerError(f"{url} takes no new weights: {remedy}")
