@@ -47,10 +47,8 @@ def make_engine(config: WorkerConfig) -> Engine:
         from grpo.workers.vllm_engine import SERVER, VllmEngine
 
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                f"engine='vllm': {sys.executable} has no vLLM: start generate.py with the python of an environment "
-                "that has"
-            )
+            remedy = "start generate.py with the python of an environment that has"
+            raise ConfigError(f"engine='vllm': {sys.executable} has no vLLM: {remedy}")
         arguments = ["--trust-remote-code"] if config.trust_remote_code else []
         # Not in a temporary folder of weights, which is removed at the end.
         log_file = Path(config.weights_folder or tempfile.gettempdir()) / f"vllm-{os.getpid()}.log"
@@ -58,10 +56,8 @@ def make_engine(config: WorkerConfig) -> Engine:
     try:
         from grpo.workers.transformers_engine import TransformersEngine
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"engine='transformers': {sys.executable} has no {error.name}: install what docs/samplers.md names, or "
-            "start generate.py with the python of another environment"
-        ) from error
+        remedy = "install what docs/samplers.md names, or start generate.py with the python of another environment"
+        raise ConfigError(f"engine='transformers': {sys.executable} has no {error.name}: {remedy}") from error
     return TransformersEngine(config)
 
 
@@ -69,7 +65,9 @@ def run(config: WorkerConfig) -> int:
     """Draw until a signal comes; return the exit code then. Raises what ends the worker."""
     stop, signals = threading.Event(), []
     on_end_signals(lambda number: (signals.append(number), stop.set()))
-    check_pool(config)
+    # Refuse a wrong token or address before an engine is imported. A pool that does not answer may do so later.
+    with suppress(RequestFailure):
+        PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
     with open_folder(config.weights_folder) as folder:
         worker = GenerationWorker(config, make_engine(config), folder, stop)
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
@@ -80,15 +78,6 @@ def run(config: WorkerConfig) -> int:
     if work.done():
         work.result()  # raises what ended it
     return 130 if signals == [signal.SIGINT] else 0
-
-
-def check_pool(config: WorkerConfig) -> None:
-    """Raise ServerError for a wrong token or address, before an engine is imported, which may take a minute.
-
-    A pool that does not answer may do so later.
-    """
-    with suppress(RequestFailure):
-        PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
 
 
 def main() -> int:

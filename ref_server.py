@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 
 from grpo.config.errors import ConfigError, end_at_ctrl_c, on_end_signals, say_once
 
@@ -40,17 +41,7 @@ from grpo.server.app import App, check_content_type, make_answer, make_json, not
 from grpo.server.http import HttpServer
 from grpo.server.model_service import ModelService
 from grpo.server.monitor import SAMPLE_SECONDS, SUMMARY_SECONDS
-from grpo.wire.refusals import (
-    COMMIT_PATH,
-    CONTENT_TYPES,
-    HEALTH_PATH,
-    METRICS_PATH,
-    PAGE_PATH,
-    STATUS_PATH,
-    TASK_PATHS,
-    WEIGHTS_PATH,
-    ProtocolError,
-)
+from grpo.wire import refusals as wire
 
 log = logging.getLogger("ref_server")
 
@@ -63,11 +54,8 @@ PAGE_POLICY = (
 
 
 def keep_memory_flat() -> None:
-    """Let all threads share one heap of glibc: a heap for each thread becomes fragmented.
-
-    Without this the same work peaked anywhere from 250 to 700 MiB above the weights. Threads that run already keep
-    their heaps.
-    """
+    """Let all threads share one heap of glibc, but for those that run already. With a heap for each, which becomes
+    fragmented, the same work peaked anywhere from 250 to 700 MiB above the weights."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # another C library does not need it
         mallopt(-8, 1)  # M_ARENA_MAX
@@ -78,7 +66,7 @@ def make_app(service: ModelService | PoolService) -> App:
     task = service.config.task
     app = App(service.monitor, task)
 
-    @app.get(HEALTH_PATH)
+    @app.get(wire.HEALTH_PATH)
     def health():
         info = service.current_info()
         status, retry_after = (200, None) if info.status == "ready" else (503, 2)
@@ -88,15 +76,15 @@ def make_app(service: ModelService | PoolService) -> App:
 
     (add_pool_routes if task == "rollouts" else add_model_routes)(app, service)
 
-    @app.get(METRICS_PATH)
+    @app.get(wire.METRICS_PATH)
     def metrics():
         return make_answer(service.metrics(), 200, service.monitor.CONTENT_TYPE)
 
-    @app.get(STATUS_PATH)
+    @app.get(wire.STATUS_PATH)
     def status():
         return make_json(service.status())
 
-    @app.get(PAGE_PATH)
+    @app.get(wire.PAGE_PATH)
     def page():
         answer = make_answer(PAGE, 200, "text/html; charset=utf-8")
         answer.set_header("Content-Security-Policy", PAGE_POLICY)
@@ -108,7 +96,7 @@ def make_app(service: ModelService | PoolService) -> App:
 def add_model_routes(app: App, service: ModelService) -> None:
     task = service.config.task
 
-    @app.post(TASK_PATHS[task])
+    @app.post(wire.TASK_PATHS[task])
     def score():
         sender = bottle.request.remote_addr or ""
         is_gone = bottle.request.environ["waitress.client_disconnected"]
@@ -116,21 +104,18 @@ def add_model_routes(app: App, service: ModelService) -> None:
             service.check_connected(is_gone)
             request = service.read(read_body)
             note(client=request.client, tokens=len(request.input_ids))
-            return make_answer(service.score(request, sender, is_gone), 200, CONTENT_TYPES[task])
+            return make_answer(service.score(request, sender, is_gone), 200, wire.CONTENT_TYPES[task])
 
-    @app.post(WEIGHTS_PATH)
-    def add_weights():
-        with service.thread_of(service.update_threads):
-            check_content_type()
-            service.check_ready()
-            return make_json(service.updates.add(bottle.request.query, read_body()))
+    def on_update(path: str, answer: Callable[[Mapping[str, str]], dict]) -> None:
+        @app.post(path)
+        def update():
+            with service.thread_of(service.update_threads):
+                check_content_type()
+                service.check_ready()
+                return make_json(answer(bottle.request.query))
 
-    @app.post(COMMIT_PATH)
-    def commit_weights():
-        with service.thread_of(service.update_threads):
-            check_content_type()
-            service.check_ready()
-            return make_json(service.updates.commit(bottle.request.query))
+    on_update(wire.WEIGHTS_PATH, lambda query: {"received": service.updates.uploads.add(query, read_body())})
+    on_update(wire.COMMIT_PATH, lambda query: service.updates.commit(query))
 
 
 def run(config: ServerConfig) -> int:
@@ -138,7 +123,7 @@ def run(config: ServerConfig) -> int:
     keep_memory_flat()
     service = PoolService(config) if config.task == "rollouts" else ModelService(config)
 
-    def on_refused(method: str, path: str, sender: str, error: ProtocolError) -> None:
+    def on_refused(method: str, path: str, sender: str, error: wire.ProtocolError) -> None:
         service.monitor.answered(method, "other", error.status, 0.0, sender, error=error)
 
     server = HttpServer(make_app(service), config, service.admit, on_refused)
@@ -177,10 +162,8 @@ def run(config: ServerConfig) -> int:
         traceback.print_exception(service.death)
         return 1
     if left := server.unanswered:
-        say_once(
-            f"drain_timeout={config.drain_timeout:g}: {left} requests were not answered in time: their clients will "
-            "ask again; a larger value lets them finish"
-        )
+        reason = f"{left} requests were not answered in time: their clients will ask again"
+        say_once(f"drain_timeout={config.drain_timeout:g}: {reason}; a larger value lets them finish")
         return 1
     service.close()
     log.info("stopped")

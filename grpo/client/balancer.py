@@ -4,8 +4,6 @@ A server that fails is taken out of rotation. A background thread probes it, sen
 missed an update, and puts it back.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading
@@ -19,17 +17,7 @@ from grpo.client.sessions import seconds_to_next_try
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 8  # requests of one rank to one server at a time
-
-
-class Deadline:
-    """A time limit that starts with its creation."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def seconds_left(self) -> float:
-        return self._end - time.monotonic()
+_REMEDY = "see the log there; ref_deadline sets how long to wait"
 
 
 class Server:
@@ -40,8 +28,7 @@ class Server:
         self.requests = self.tokens = 0  # requests and tokens in flight
         self.speed = 0.0  # a moving average of tokens per second; 0 is not measured yet
         self.active_since = 0.0  # time of the last answer, or of the request that ended an idle period
-        self.last_outcome = "has not answered yet"
-        """end of the last request, as the rest of a sentence that begins with "it" """
+        self.last_outcome = "has not answered yet"  # of a request, as the rest of a sentence that begins with "it"
         self.in_rotation = True
         self.restored_at = 0.0  # time of the last return to the rotation
         self.failures = 0  # failures in a row: while there are any, the server gets one request at a time
@@ -78,20 +65,16 @@ class Balancer:
             self._changed.notify_all()
 
     def send(self, body: bytes, decode: Callable[[bytes], Answer], size: int, name: str, once: bool = False) -> Answer:
-        """Send a request to one server after another until one answers; return the decoded answer.
-
-        `size` is the request's cost for a server, in tokens; `name` stands for it in messages. With `once` the request
-        is sent to one server only, which may raise RequestFailure.
-
-        Raises ServersUnavailable when no server answers in time, RequestRefused when one refuses the request,
-        ServerError when all have changed their model.
-        """
-        deadline = Deadline(self._patience)
+        """Send a request to one server after another until one answers; return the decoded answer. `size` is the
+        request's cost for a server, in tokens; `name` stands for it in messages. With `once` it is sent to one server
+        only, which may raise RequestFailure. Raises ServersUnavailable when no server answers in time, RequestRefused
+        when one refuses the request, ServerError when all have changed their model."""
+        deadline = time.monotonic() + self._patience
         while True:
-            server, load = self._reserve_server(size, name, deadline)
+            server, load = self._reserve(size, name, deadline)
             sent_at, failure = time.monotonic(), None
             try:
-                return self._connection.request(server.url, body, decode, deadline.seconds_left())
+                return self._connection.request(server.url, body, decode, deadline - sent_at)
             except RequestFailure as error:
                 failure = error
                 if once:
@@ -100,7 +83,7 @@ class Balancer:
                 load = 0
                 raise
             finally:
-                self._release_server(server, size, load, sent_at, failure)
+                self._release(server, size, load, sent_at, failure)
 
     def use_only(self, fingerprint: str) -> None:
         """Accept answers of this model only, from now on. Requests in flight to an older one are sent again."""
@@ -111,13 +94,10 @@ class Balancer:
                 server.restored_at = time.monotonic()  # a failure of an older request says nothing about the server now
 
     def send_weights(self, weights: WeightsToSend) -> None:
-        """Replace the model of all servers, and from now on use only those that have these weights.
-
-        Returns when each server has them or has failed at least once. A background thread serves the others, and later
-        every server that lost them by a restart.
-
-        Raises ServersUnavailable if no server has them and none has made progress for `patience` seconds.
-        """
+        """Replace the model of all servers, and from now on use only those that have these weights. Returns when each
+        server has them or has failed at least once. A background thread serves the others, and later every server that
+        lost them by a restart. Raises ServersUnavailable if no server has them and none has made progress for
+        `patience` seconds."""
         self.use_only(weights.fingerprint)
         with self._changed:
             self._weights, self._last_progress = weights, time.monotonic()
@@ -131,20 +111,14 @@ class Balancer:
                 waiting = [server for server in self.servers if not server.in_rotation]
                 return len(waiting) < len(self.servers) and all(server.failures for server in waiting)
 
-            while not is_settled():
+            while not self._changed.wait_for(is_settled, 0.2):
                 if time.monotonic() > self._last_progress + self._patience:
-                    raise ServersUnavailable(
-                        f"no reference server has got the new weights: nothing has moved for {self._patience:.0f} s at "
-                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait"
-                    )
-                self._changed.wait(0.2)
+                    state = f"nothing has moved for {self._patience:.0f} s at {list_outcomes(self.servers)}"
+                    raise ServersUnavailable(f"no reference server has got the new weights: {state}: {_REMEDY}")
 
-    def _reserve_server(self, size: int, name: str, deadline: Deadline) -> tuple[Server, int]:
-        """Wait until the server that should answer first has room, and count `size` tokens there.
-
-        Returns the server and the tokens that are then in flight there. Raises ServersUnavailable at the deadline,
-        ServerError when every server has changed its model.
-        """
+    def _reserve(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
+        """Wait until the server that should answer first has room; count `size` tokens there, and return it with all
+        its tokens in flight. Raises ServersUnavailable at the deadline, ServerError when every model has changed."""
         with self._changed:
             while not self._closing.is_set():
                 if all(server.other_model for server in self.servers):
@@ -152,12 +126,10 @@ class Balancer:
                         f"every reference server has changed: {list_outcomes(self.servers)}: restart it with the model "
                         f"that this run began with (the reference is {self._connection.fingerprint} now)"
                     )
-                if deadline.seconds_left() <= 0:
-                    raise ServersUnavailable(
-                        f"no {self._wanted} for {name} after {deadline.seconds:.0f} s from "
-                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait, "
-                        "ref_request_timeout how long for one answer"
-                    )
+                if (left := deadline - time.monotonic()) <= 0:
+                    wait = f"after {self._patience:.0f} s from {list_outcomes(self.servers)}"
+                    remedy = f"{_REMEDY}, ref_request_timeout how long for one answer"
+                    raise ServersUnavailable(f"no {self._wanted} for {name} {wait}: {remedy}")
                 fastest = max(server.speed for server in self.servers) or 1.0
                 usable = [server for server in self.servers if server.in_rotation and not server.has_trial_request]
                 random.shuffle(usable)  # or every rank's first request would go to the same of equal servers
@@ -169,12 +141,10 @@ class Balancer:
                     best.tokens += size
                     return best, best.tokens
                 # Not only for news: while a server is silent it becomes a worse choice.
-                self._changed.wait(max(0.0, min(0.2, deadline.seconds_left())))
+                self._changed.wait(min(0.2, left))
         raise ServerError(f"{name} was given up: the client is closed")
 
-    def _release_server(
-        self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None
-    ) -> None:
+    def _release(self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None) -> None:
         """Record the end of a request, and take a failed server out of rotation. `load` is 0 for a refused request."""
         now = time.monotonic()
         with self._changed:

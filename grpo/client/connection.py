@@ -1,34 +1,21 @@
 """HTTP to one server of a run: requests and answers, /health, new weights, TLS, and the error of each fault."""
 
-from __future__ import annotations
-
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import requests
 
+from grpo.client import sessions
 from grpo.client.server_errors import ModelLoading, ModelOutdated, RequestFailure, RequestRefused, ServerError
-from grpo.client.sessions import (
-    CONNECT_SECONDS,
-    RETRIED,
-    check_certificates,
-    connection_error,
-    connection_failed,
-    first_line,
-    open_session,
-    read_error,
-    read_retry_after,
-    send_pieces,
-    token_refused,
-)
+from grpo.client.sessions import CONNECT_SECONDS, read_retry_after
 from grpo.config.connection_settings import ClientConfig
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer
-from grpo.wire.refusals import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH, ProtocolError
+from grpo.wire.refusals import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH
 from grpo.wire.rewards import RewardAnswer
 from grpo.wire.tensors import Commit
 
@@ -47,74 +34,60 @@ class WeightsToSend:
 
 
 class Connection:
-    """HTTP to any server of one task (ServerInfo.task). Each thread has TCP connections of its own."""
+    """HTTP to any server of one task (ServerInfo.task), from any thread."""
 
     def __init__(self, config: ClientConfig, task: str):
-        """Raises ServerError where `ref_ca_file` holds no certificate."""
         self._config, self._task = config, task
-        self._per_thread = threading.local()
-        self.fingerprint: str | None = None
-        """fingerprint of the model that every answer must come from; None is any model"""
+        self._sessions = sessions.open_sessions(config.token, config.ref_ca_file, CONTENT_TYPES[task])
+        self.fingerprint: str | None = None  # of the model that every answer must come from; None is any model
         self.outdated: set[str] = set()  # fingerprints of the models that this run has replaced
-        self._verify = check_certificates(config.ref_ca_file)
 
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:
-        """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less.
-
-        Raises RequestFailure, or RequestRefused where sending it again cannot help.
-        """
-        response = self._post(url, TASK_PATHS[self._task], body, seconds)
-        try:
-            answer = decode(response.content)
-        except ProtocolError as error:
-            raise RequestFailure(f"sent a damaged answer ({error})") from error
+        """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less. Raises
+        RequestFailure, or RequestRefused where sending it again cannot help."""
+        response = self._post(url, TASK_PATHS[self._task], seconds, None, body)
+        answer = sessions.decoded(response.content, decode)
         self._check_model(answer.model_fingerprint)
         return answer
 
     def upload_weights(self, url: str, weights: WeightsToSend, replaces: str) -> Iterator[None]:
         """Replace the server's model, whose fingerprint is `replaces`. Yields after each piece that the server took.
-
-        Begins where an earlier upload of the same file ended. Raises RequestFailure, ServerError.
-        """
+        Begins where an earlier upload of the same file ended. Raises RequestFailure, ServerError."""
         seconds = self._config.ref_request_timeout
-
-        def post(query: dict, data: bytes) -> requests.Response:
-            return self._post(url, WEIGHTS_PATH, data, seconds, query)
-
         with open(weights.file, "rb") as file:
-            yield from send_pieces(file, weights.size, weights.sha256, post)
+            post = partial(self._post, url, WEIGHTS_PATH, seconds)
+            yield from sessions.send_pieces(file, weights.size, weights.sha256, post)
         commit = Commit(weights.sha256, replaces, weights.fingerprint)
-        self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
+        self._post(url, COMMIT_PATH, seconds, asdict(commit), b"")
 
-    def _post(self, url: str, path: str, body: bytes, seconds: float, query: dict | None = None) -> requests.Response:
+    def _post(self, url: str, path: str, seconds: float, query: dict | None, body: bytes) -> requests.Response:
         """Return a response with status 200. Raises RequestFailure, RequestRefused."""
-        read_seconds = max(0.1, min(self._config.ref_request_timeout, seconds))
+        timeout = CONNECT_SECONDS, max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
-            response = self._session().post(
-                url + path, params=query, data=body, timeout=(CONNECT_SECONDS, read_seconds)
-            )
+            response = self._sessions.session.post(url + path, params=query, data=body, timeout=timeout)
         except requests.RequestException as error:
-            raise connection_failed(error) from error
+            raise sessions.connection_failed(error) from error
         if (status := response.status_code) == 200:
             return response
-        _, message = read_error(response)
-        if status in RETRIED:
+        _, message = sessions.read_error(response)
+        if status in sessions.RETRIED:
             raise RequestFailure(f"said {status}: {message}", read_retry_after(response))
         raise RequestRefused(f"{url} refused a request with {status}: {message}")
 
     def health(self, url: str) -> ServerInfo:
         """Return a ready server's description. Raises RequestFailure, or ServerError if waiting cannot help."""
         try:
-            response = self._session().get(url + HEALTH_PATH, timeout=CONNECT_SECONDS)
+            response = self._sessions.session.get(url + HEALTH_PATH, timeout=CONNECT_SECONDS)
         except requests.RequestException as error:
-            raise connection_error(url, error) from error
+            raise sessions.connection_error(url, error) from error
         if response.content == b'{"status": "ok"}':
-            raise token_refused(url, self._config.token, "server and trainer")
+            raise sessions.token_refused(url, self._config.token, "server and trainer")
         if response.status_code != 200:
             with suppress(ValueError):  # the answer is no ServerInfo: a proxy sent it
                 if (health := ServerInfo.from_json(response.content)).status == "loading":
                     raise ModelLoading(f"is loading {health.model.name}", read_retry_after(response))
-            raise RequestFailure(f"said {response.status_code}: {first_line(response)}", read_retry_after(response))
+            said = f"said {response.status_code}: {sessions.first_line(response)}"
+            raise RequestFailure(said, read_retry_after(response))
         try:
             health = ServerInfo.from_json(response.content)
         except ValueError as error:
@@ -130,12 +103,5 @@ class Connection:
             return
         if fingerprint in self.outdated:
             raise ModelOutdated(fingerprint)
-        raise RequestFailure(
-            f"now serves another model ({fingerprint}, and this run's is {self.fingerprint})", other_model=fingerprint
-        )
-
-    def _session(self) -> requests.Session:
-        if not hasattr(self._per_thread, "session"):
-            content_type = CONTENT_TYPES[self._task]
-            self._per_thread.session = open_session(self._config.token, self._verify, content_type)
-        return self._per_thread.session
+        reason = f"now serves another model ({fingerprint}, and this run's is {self.fingerprint})"
+        raise RequestFailure(reason, other_model=fingerprint)

@@ -4,47 +4,108 @@ A request is stateless. It is sent again, to another server if there is one, unt
 passes: a server that is killed and restarted costs time and nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
+import os
+import secrets
+import socket
+import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 
 import numpy as np
 
-from grpo.client.balancer import Deadline
-from grpo.client.base import TaskClient
-from grpo.client.server_errors import RequestFailure, RequestRefused, ServerError
+from grpo.client.balancer import IN_FLIGHT, Balancer, list_outcomes
+from grpo.client.connection import Connection
+from grpo.client.server_errors import ModelLoading, RequestFailure, RequestRefused, ServerError, ServersUnavailable
 from grpo.config.connection_settings import ClientConfig
+from grpo.config.errors import rank_count
 from grpo.config.trainer import TrainerConfig
-from grpo.wire.health import ModelInfo
+from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 from grpo.wire.rewards import Message, RewardAnswer, RewardRequest
 
 log = logging.getLogger(__name__)
 
-SHARED_TOKENS = 4096
-"""most tokens of a request of several groups; larger groups gain little from sharing, and servers share them better"""
+LONGEST_LOADING = 6 * 3600.0
+"""seconds: 140 GB at 10 MB/s take four hours; a server that hangs while it loads holds the trainer's cards so long"""
+FIRST_LINE, BETWEEN_LINES = 5.0, 15.0  # seconds of waiting to the first line of the log, and at least to the next
+SHARED_TOKENS = 4096  # of a request of several groups: larger ones gain little, and servers share them better
 
 _Asked = tuple[LogprobsRequest, Future[list[np.ndarray]]]
 
 
-def check_reference(
-    config: TrainerConfig,
-    policy: ModelInfo,
-    reference: ModelInfo,
-    any_version: bool = False,
-    has_pictures: bool = False,
-) -> None:
-    """Raise ServerError for a reference of another model than the policy starts from, or of shorter sequences.
+class TaskClient:
+    """The servers of one task, and the threads that send requests to them. Close it when the run ends."""
 
-    With `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with
-    the policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`, when it may
-    be a later reference of this run.
-    """
+    def __init__(self, config: ClientConfig, task: str, urls: list[str], wanted: str, run: str):
+        """`wanted` names the answers in messages, `run` the client's run on pages. Raises as open_sessions."""
+        self._config = config
+        self._client_id = make_client_name(run)  # servers serve their clients in turn
+        self.connection = Connection(config, task)
+        self.balancer = Balancer(self.connection, urls, wanted, config.ref_deadline)
+        # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
+        self._threads = ThreadPoolExecutor(IN_FLIGHT * len(urls), thread_name_prefix=f"{task}-client")
+
+    def close(self) -> None:
+        """Send nothing more: waiting requests raise ServerError. A thread whose request is in flight ends with it."""
+        self.balancer.close()
+        self._threads.shutdown(wait=False)
+
+    def wait_for_servers(self, kind: str, remedy: str) -> dict[str, ServerInfo]:
+        """Wait until every server is ready; return their descriptions by URL. `remedy` ends the message. Logs each
+        minute, more often at first, which servers it waits for. A server that is loading its model has LONGEST_LOADING
+        seconds, any other `ref_startup_timeout`. Raises ServersUnavailable after that time, ServerError for a refused
+        token or certificate."""
+        began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, FIRST_LINE
+        deadlines = dict.fromkeys(self.balancer.servers, began + patience)
+        answers: dict[str, ServerInfo] = {}
+        waiting, hint = self.balancer.servers, f": start {remedy}"
+        while True:
+            passed = time.monotonic() - began
+            for server in waiting:
+                try:
+                    answers[server.url] = self.connection.health(server.url)
+                except RequestFailure as failure:
+                    server.last_outcome = str(failure)
+                    if isinstance(failure, ModelLoading):
+                        hint, deadlines[server] = "", time.monotonic() + patience
+                        if passed > LONGEST_LOADING:
+                            loading = f"{server.url} has been loading its model for {passed:.0f} s"
+                            raise ServersUnavailable(f"{loading}: see its log, and start it again") from failure
+            waiting = [server for server in waiting if server.url not in answers]
+            if not waiting:
+                pages = " or ".join(f"{url}/" for url in answers)
+                log.info("the %s server is ready; to watch it, open %s in a browser", kind, pages)
+                return answers
+            now = time.monotonic()
+            if silent := [server for server in waiting if deadlines[server] <= now]:
+                missing = f"no {kind} server at {list_outcomes(silent)} after {patience:.0f} s"
+                raise ServersUnavailable(f"{missing}: start {remedy}")
+            if passed >= next_log:
+                log.info("waiting for %s (%.0f s)%s", list_outcomes(waiting), passed, hint)
+                hint, next_log = "", passed + min(60.0, max(BETWEEN_LINES, passed))
+            time.sleep(min(0.5, min(deadlines[server] for server in waiting) - now))
+
+
+def make_client_name(run: str) -> str:
+    """Return a name that people can read and no other client has: "RUN, rank R of N, HOST #random". It has 128
+    characters at most, as docs/protocol.md wants it. Without a run it begins with the rank."""
+    place = f"rank {os.environ.get('RANK', '0')} of {rank_count()}, {socket.gethostname()[:32]}"
+    name = f"{run[:48]}, {place}" if run else place
+    # The name of a folder may hold bytes that are no text.
+    return f"{name} #{secrets.token_hex(4)}".encode("utf-8", "replace").decode()
+
+
+def check_reference(
+    config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, any_version=False, has_pictures=False
+) -> None:
+    """Raise ServerError for a reference of another model than the policy starts from, or of shorter sequences. With
+    `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with the
+    policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`, when it may be a
+    later reference of this run."""
     urls, restart = " ".join(config.ref_servers), f"restart it with --model_name_or_path {config.model_name_or_path}"
 
     def error(fault: str) -> ServerError:
@@ -55,39 +116,34 @@ def check_reference(
     processors = {policy.processor_fingerprint, reference.processor_fingerprint}
     may_differ = "" in processors or (config.allow_other_reference and not has_pictures)
     if len(processors) > 1 and not may_differ:
-        limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
-        raise error(
-            " and prepares pictures in another way than this run: restart it with the trainer's settings, "
-            f"{' and '.join(limits)}, and the same preprocessor_config.json"
-        )
+        limits = " and ".join(f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
+        remedy = f"restart it with the trainer's settings, {limits}, and the same preprocessor_config.json"
+        raise error(f" and prepares pictures in another way than this run: {remedy}")
     same_tokens = reference.tokenizer_fingerprint == policy.tokenizer_fingerprint
     if not same_tokens or reference.vocab_size != policy.vocab_size:
         sizes = f"{reference.vocab_size} is not that of {policy.name}, {policy.vocab_size}"
         raise error(f", whose vocabulary of {sizes}: {restart}")
     if config.longest_sequence > reference.max_length:
-        raise error(
-            f" and takes at most {reference.max_length} tokens a sequence, and max_prompt_length + "
-            f"max_completion_length is {config.longest_sequence}: restart it with a larger --max_length, or lower one"
-        )
+        longest = f"max_prompt_length + max_completion_length is {config.longest_sequence}"
+        remedy = "restart it with a larger --max_length, or lower one"
+        raise error(f" and takes at most {reference.max_length} tokens a sequence, and {longest}: {remedy}")
     has_config = reference.config_fingerprint == policy.config_fingerprint
     if config.ref_update_steps and not has_config:
         reason = f"whose configuration is not that of {policy.name}, so it cannot take these weights"
         raise error(f", {reason}: {restart}, or set ref_update_steps to 0")
     if config.quantization not in ("none", reference.quantization):
-        raise error(
-            f" with quantization {reference.quantization}, and that of the policy is {config.quantization}, so the KL "
-            f"would not begin at 0: restart it with --quantization {config.quantization}, or use ref adapter_off"
-        )
+        difference = f"{reference.quantization}, and that of the policy is {config.quantization}"
+        remedy = f"restart it with --quantization {config.quantization}, or use ref adapter_off"
+        raise error(f" with quantization {difference}, so the KL would not begin at 0: {remedy}")
     if reference.fingerprint == policy.fingerprint or any_version:
         return
     served, begun_with = f"{reference.name} ({reference.fingerprint})", f"{policy.name} ({policy.fingerprint})"
     # The numbers that quantized weights stand for depend on dtype and device: equal configurations are all that shows.
     is_quantized = {reference.quantization, policy.quantization} != {"none"}
     if not (config.allow_other_reference or (is_quantized and has_config)):
-        raise error(
-            f" ({reference.fingerprint}), which is another model than the policy starts from, {begun_with}: {restart}, "
-            "or set allow_other_reference to train with it"
-        )
+        other = f"which is another model than the policy starts from, {begun_with}"
+        remedy = f"{restart}, or set allow_other_reference to train with it"
+        raise error(f" ({reference.fingerprint}), {other}: {remedy}")
     message = "the reference, %s, has other weights than the policy starts from, %s: the KL will not begin at 0"
     log.warning(message, served, begun_with)
 
@@ -97,17 +153,13 @@ class ReferenceClient(TaskClient):
 
     def __init__(self, config: TrainerConfig, run: str = ""):
         super().__init__(config, "logprobs", config.ref_servers, wanted="log-probs", run=run)
-        self._alone = Deadline(0.0)  # while it has time left, groups share no request
+        self._alone_until = 0.0  # time.monotonic() until which groups share no request
 
     def wait_ready(self, any_version: bool = False) -> ModelInfo:
-        """Wait until every server is ready and check that all serve the same model; return it.
-
-        With `any_version` each may have another of this run's references: the balancer's `send_weights` or `use_only`
-        names the right one afterwards.
-
-        Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models, or missing updates that the
-        run needs.
-        """
+        """Wait until every server is ready and check that all serve the same model; return it. With `any_version` each
+        may have another of this run's references: the balancer's `send_weights` or `use_only` names the right one
+        afterwards. Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models, or missing
+        updates that the run needs."""
         config = self._config
         start = f"'python ref_server.py --model_name_or_path {config.model_name_or_path}' there"
         remedy = f"{start}, or set ref_servers to its address, or beta to 0 to train without"
@@ -116,14 +168,12 @@ class ReferenceClient(TaskClient):
         first = servers[first_url].model
         for url, server in servers.items():
             if server.model.fingerprint != first.fingerprint and not any_version:
-                raise ServerError(
-                    f"{first_url} serves {first.name} ({first.fingerprint}) but {url} serves "
-                    f"{server.model.name} ({server.model.fingerprint}): start every server with the same model"
-                )
+                names = [f"{model.name} ({model.fingerprint})" for model in (first, server.model)]
+                models = f"{first_url} serves {names[0]} but {url} serves {names[1]}"
+                raise ServerError(f"{models}: start every server with the same model")
             if config.ref_update_steps and not server.takes_updates:
-                raise ServerError(
-                    f"{url} takes no new weights: restart it with --update_folder PATH, or set ref_update_steps to 0"
-                )
+                remedy = "restart it with --update_folder PATH, or set ref_update_steps to 0"
+                raise ServerError(f"{url} takes no new weights: {remedy}")
         self.connection.fingerprint = first.fingerprint
         if any_version:
             self.connection.outdated.update(server.model.fingerprint for server in servers.values())
@@ -132,34 +182,29 @@ class ReferenceClient(TaskClient):
     def request_groups(
         self, groups: Iterable[tuple[str, list[int], list[list[int]]]]
     ) -> list[Future[list[np.ndarray]]]:
-        """Request the log-probs of groups, each (name in messages, prompt, completions); return at once.
-
-        Small groups share a request; after a failed one, no groups do for `ref_deadline` seconds. Each group's future
-        gives float32 [len(completion)] for each completion, or raises ServerError.
-        """
+        """Request the log-probs of groups, each (name in messages, prompt, completions); return at once. Small groups
+        share a request; after a failed one, no groups do for `ref_deadline` seconds. Each group's future gives float32
+        [len(completion)] for each completion, or raises ServerError."""
         asked: list[_Asked] = [
             (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
             for name, prompt_ids, completions in groups
         ]
-        may_share = self._alone.seconds_left() <= 0
+        may_share = time.monotonic() >= self._alone_until
         for shared in cut_requests(asked) if may_share else ([request] for request in asked):
             self._threads.submit(self._answer, shared)
         return [future for _, future in asked]
 
     def _answer(self, asked: list[_Asked]) -> None:
-        """Send requests as one, or one after the other if that fails, and give each future its answer or an error.
-
-        A slow server may answer each in time and not all together, and a small queue may have no room for all. So the
-        shared request is sent once, and each of the others until `ref_deadline`. The first that fails then is the last
-        that is sent: its error ends the run.
-        """
+        """Send requests as one, or one after the other if that fails, and give each future its answer or an error. A
+        slow server may answer each in time and not all together, and a small queue may have no room for all. So the
+        shared request is sent once, and each of the others until `ref_deadline`. The first that fails ends the run."""
         asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
         try:
             if len(asked) > 1:
                 try:
                     return self._send(asked, once=True)
                 except (RequestFailure, RequestRefused) as error:
-                    self._alone = Deadline(self._config.ref_deadline)
+                    self._alone_until = time.monotonic() + self._config.ref_deadline
                     log.info("%d groups are sent one by one: their request failed (%s)", len(asked), error)
             for alone in asked:
                 self._send([alone])
@@ -178,10 +223,8 @@ class ReferenceClient(TaskClient):
 
 
 def cut_requests(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
-    """Share out groups to requests of up to SHARED_TOKENS; a larger group, or one with pictures, is by itself.
-
-    Groups of equal prompts share no request: a deterministic server would compute them in one pass.
-    """
+    """Share out groups to requests of up to SHARED_TOKENS; a larger group, or one with pictures, is by itself. Groups
+    of equal prompts share no request: a deterministic server would compute them in one pass."""
     shared: list[_Asked] = []
     prompts: set[bytes] = set()
     tokens = 0
@@ -206,13 +249,12 @@ class RewardClient(TaskClient):
 
     def __init__(self, config: ClientConfig, url: str, run: str = ""):
         super().__init__(config, "reward", [url], wanted="scores", run=run)
-        self._url = url
 
     def wait_ready(self) -> None:
         """Wait until the server is ready. Raises ServersUnavailable, ServerError as `wait_for_servers`."""
         remedy = "'python ref_server.py --task reward' there, or name its address in reward_funcs"
-        servers = self.wait_for_servers("reward", remedy)
-        self.connection.fingerprint = servers[self._url].model.fingerprint
+        (server,) = self.wait_for_servers("reward", remedy).values()
+        self.connection.fingerprint = server.model.fingerprint
 
     async def score(self, conversations: list[list[Message]]) -> list[float]:
         """Return one float32 per conversation. Raises ServerError if the server refuses them, or is too late."""

@@ -1,7 +1,5 @@
 """Errors between the trainer and its servers: a ServerError ends the run, a RequestFailure is tried again."""
 
-from __future__ import annotations
-
 
 class ServerError(RuntimeError):
     """A fault that ends the run. The message names the server, its answer, and the remedy."""

@@ -1,60 +1,57 @@
 """HTTP for all clients: sessions, files in pieces, and the error of each fault of a network or a proxy."""
 
-from __future__ import annotations
-
 import random
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import requests
 
 from grpo.client.server_errors import RequestFailure, ServerError
 from grpo.config.connection_settings import TOKEN_VARIABLE
+from grpo.wire.refusals import ProtocolError
 from grpo.wire.tensors import FilePart
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 PIECE_BYTES = 16 << 20  # of a file in one request
+# Sent again: a slow or cut body, an upload at another offset, too many requests, a proxy alone, a server not ready.
 RETRIED = (408, 409, 429, 502, 503, 504)
-"""statuses after which a request is sent again: a slow or cut body, an upload at another offset, too many requests, a
-proxy without its server, a server that is not ready"""
 _LONGEST_PAUSE = 5.0  # seconds between two tries
+_Value = TypeVar("_Value")
 
 
-def check_certificates(ref_ca_file: str | None) -> str | bool:
-    """Return the `verify` of a session. Raises ServerError if `ref_ca_file` holds no certificate."""
+class Sessions(threading.local):
+    """The HTTP session of each thread, which has TCP connections of its own, as `session`."""
+
+    def __init__(self, token: str | None, verify: str | bool, content_type: str):
+        self.session = requests.Session()
+        # Ignore http_proxy and the like: such a proxy leads out of the network, and the servers are inside.
+        self.session.trust_env = False
+        self.session.verify = verify
+        self.session.headers["Content-Type"] = content_type
+        if token:
+            self.session.headers["Authorization"] = f"Bearer {token}"
+
+
+def open_sessions(token: str | None, ref_ca_file: str | None, content_type: str) -> Sessions:
+    """Raises ServerError if `ref_ca_file` holds no certificate."""
     if not ref_ca_file:
-        return True
+        return Sessions(token, True, content_type)
     try:
         ssl.create_default_context(cafile=ref_ca_file)
     except OSError as error:
-        raise ServerError(
-            f"ref_ca_file={ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
-        ) from error
+        reason = f"no certificate can be read from it ({error}): name a PEM file"
+        raise ServerError(f"ref_ca_file={ref_ca_file!r}: {reason}") from error
     # An absolute path: each new TCP connection reads it, and a reward function may change the working directory.
-    return str(Path(ref_ca_file).absolute())
+    return Sessions(token, str(Path(ref_ca_file).absolute()), content_type)
 
 
-def open_session(token: str | None, verify: str | bool, content_type: str) -> requests.Session:
-    session = requests.Session()
-    # Ignore http_proxy and the like: such a proxy leads out of the network, and the servers are inside.
-    session.trust_env = False
-    session.verify = verify
-    session.headers["Content-Type"] = content_type
-    if token:
-        session.headers["Authorization"] = f"Bearer {token}"
-    return session
-
-
-def send_pieces(
-    file: BinaryIO, size: int, sha256: str, post: Callable[[dict, bytes], requests.Response]
-) -> Iterator[None]:
-    """Send a file by `post(query, body)`, from where an earlier upload of it ended. Yields after each piece.
-
-    Raises RequestFailure if the server does not take it in, and the errors of `post`.
-    """
+def send_pieces(file: BinaryIO, size: int, sha256: str, post: Callable) -> Iterator[None]:
+    """Send a file by `post(query, body)`, from where an earlier upload of it ended. Yields after each piece. Raises
+    RequestFailure if the server does not take it in, and the errors of `post`."""
     data, received = b"", 0
     while True:
         response = post(asdict(FilePart(sha256, size, received)), data)
@@ -73,6 +70,14 @@ def send_pieces(
         data = file.read(PIECE_BYTES)
 
 
+def decoded(body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
+    """Decode an answer. Raises RequestFailure for a damaged one."""
+    try:
+        return decode(body)
+    except (ProtocolError, ValueError, KeyError, TypeError) as error:
+        raise RequestFailure(f"sent a damaged answer ({error})") from error
+
+
 def connection_failed(error: requests.RequestException) -> RequestFailure:
     root = _root_cause(error)
     if isinstance(root, TimeoutError):
@@ -84,10 +89,9 @@ def connection_error(url: str, error: requests.RequestException) -> RequestFailu
     """Return what `connection_failed` does, and a ServerError for a certificate that does not verify."""
     if not isinstance(root := _root_cause(error), ssl.SSLCertVerificationError):
         return connection_failed(error)
-    return ServerError(
-        f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
-        "file of the authority that signed it, and write the host as the certificate does"
-    )
+    fault = f"has a certificate that does not verify ({root.verify_message})"
+    remedy = "set ref_ca_file to the PEM file of the authority that signed it"
+    return ServerError(f"{url} {fault}: {remedy}, and write the host as the certificate does")
 
 
 def token_refused(url: str, token: str | None, users: str) -> ServerError:

@@ -4,8 +4,6 @@ Every request may be sent again. After a RequestFailure another try may help: th
 After a ServerError no other try helps.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -21,20 +19,9 @@ from typing import Any, BinaryIO, TypeVar
 
 import requests
 
+from grpo.client import sessions
 from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError, ServersUnavailable
-from grpo.client.sessions import (
-    CONNECT_SECONDS,
-    RETRIED,
-    check_certificates,
-    connection_error,
-    connection_failed,
-    open_session,
-    read_error,
-    read_retry_after,
-    seconds_to_next_try,
-    send_pieces,
-    token_refused,
-)
+from grpo.client.sessions import seconds_to_next_try
 from grpo.pool.delta import sha256_of
 from grpo.pool.protocol import GroupResult, Lease, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
@@ -59,21 +46,15 @@ class LeaseReply:
 
 
 class PoolClient:
-    """HTTP to one pool. Any thread may call it; each has TCP connections of its own.
-
-    Every request raises RequestFailure and ServerError.
-    """
+    """HTTP to one pool, from any thread. Every request raises RequestFailure and ServerError."""
 
     def __init__(
         self, url: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
     ):
-        """`request_timeout`: seconds without an answer, added to those that the pool is asked to wait.
-
-        Raises ServerError if `ref_ca_file` holds no certificate.
-        """
+        """`request_timeout`: seconds without an answer, beyond those of waiting. Raises as open_sessions."""
         self.url = url.rstrip("/")
-        self._token, self._verify, self._seconds = token, check_certificates(ref_ca_file), request_timeout
-        self._per_thread = threading.local()
+        self._token, self._seconds = token, request_timeout
+        self._sessions = sessions.open_sessions(token, ref_ca_file, wire.CONTENT_TYPE)
         self._vocab_size = LARGEST_ID  # until the run is known
         self.moved_at = -math.inf  # time.monotonic() of the last part of a file that came or went
 
@@ -101,7 +82,7 @@ class PoolClient:
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
         """Return the drawn ones of up to MOST_TASKS groups: at least one, or none after `wait` seconds."""
         body = json.dumps({"groups": [[*key] for key in keys], "wait": wait}).encode()
-        return _decoded(self._ask(wire.GROUPS_PATH, body, wait=wait), decode_drawn)
+        return sessions.decoded(self._ask(wire.GROUPS_PATH, body, wait=wait), decode_drawn)
 
     def lease(self, lease: Lease) -> LeaseReply:
         """Return new tasks, at most `lease.room`: at least one, or none after `lease.wait` seconds."""
@@ -111,20 +92,17 @@ class PoolClient:
             version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
             return LeaseReply(tasks, float(metadata["lease_seconds"]), metadata["run"], version, sha256)
 
-        return _decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
+        return sessions.decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
     def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
-        """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted".
-
-        `weights`: number and SHA-256 of the versions that drew them. Raises ResultRefused if the pool finds that a
-        group cannot be the completions of its task.
-        """
+        """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted". `weights`: number
+        and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's."""
         body = self._ask(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
-        return _decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
+        return sessions.decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
 
     def versions(self) -> list[Version]:
         """Return the pool's versions of the policy, in ascending order."""
-        return _decoded(self._ask(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
+        return sessions.decoded(self._ask(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
 
     def put_version(self, version: Version) -> None:
         """Tell the pool a version whose files it has. Raises RequestFailure if it lacks a file."""
@@ -135,10 +113,7 @@ class PoolClient:
         self._ask(wire.NEEDED_PATH, b"", {"version": str(version)})
 
     def report_drift(self, drifts: Iterable[tuple[int, float, int]]) -> None:
-        """Report, for up to MOST_TASKS groups, how far the workers' log-probs are from the trainer's.
-
-        Each is (group, mean distance in nats a token, tokens).
-        """
+        """Report up to MOST_TASKS (group, mean distance of both sides' log-probs in nats a token, tokens)."""
         self._ask(wire.DRIFT_PATH, json.dumps({"groups": [[*row] for row in drifts]}).encode())
 
     def send_file(self, source: Path | bytes, sha256: str) -> None:
@@ -151,14 +126,12 @@ class PoolClient:
 
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            for _ in send_pieces(file, size, sha256, post):
+            for _ in sessions.send_pieces(file, size, sha256, post):
                 self.moved_at = time.monotonic()
 
     def fetch_file(self, sha256: str, path: Path) -> None:
-        """Write a file of the pool to `path`, from the end of an earlier call's part, which lies in SHA256.part.
-
-        Raises FileFailure if the pool lacks the file or the bytes are damaged, OSError if the disk fails.
-        """
+        """Write a file of the pool to `path`, from the end of an earlier call's part, which lies in SHA256.part. Raises
+        FileFailure if the pool lacks the file or the bytes are damaged, OSError if the disk fails."""
         part, size = path.with_name(f"{sha256}.part"), None
         with open(part, "ab") as file:
             while size is None or file.tell() < size:
@@ -176,20 +149,19 @@ class PoolClient:
             return file.tell()
         place = response.headers.get("Content-Range", "")
         if not (match := re.fullmatch(rf"bytes {file.tell()}-\d+/(\d+)", place)):
-            raise RequestFailure(
-                f"sent a damaged answer (not from byte {file.tell()} on: Content-Range {place[:80]!r})"
-            )
+            reason = f"not from byte {file.tell()} on: Content-Range {place[:80]!r}"
+            raise RequestFailure(f"sent a damaged answer ({reason})")
         try:
             for block in response.iter_content(1 << 16):  # of a block that is cut nothing is kept
                 file.write(block)
                 self.moved_at = time.monotonic()
         except requests.RequestException as error:
-            raise connection_failed(error) from error
+            raise sessions.connection_failed(error) from error
         return int(match[1])
 
     def status(self) -> dict[str, Any]:
         """Return the pool's description of its workers and rounds."""
-        return _decoded(self._ask(wire.STATUS_PATH), json.loads)
+        return sessions.decoded(self._ask(wire.STATUS_PATH), json.loads)
 
     def _ask(self, path: str, body: bytes | None = None, query: dict | None = None, wait: float = 0.0) -> bytes:
         """GET, or POST a body, and return that of the answer."""
@@ -197,27 +169,25 @@ class PoolClient:
             return response.content
 
     def _send(self, method: str, path: str, wait: float = 0.0, **request: Any) -> requests.Response:
-        """Return a response with status 200, 206 or 416; to GET run also 404 with the code no_run.
-
-        `request` is what requests takes. Raises RequestFailure if another try may help, ResultRefused, ServerError.
-        """
-        timeout = CONNECT_SECONDS, self._seconds + wait
+        """Return a response with status 200, 206 or 416; to GET run also 404 with the code no_run. `request` is what
+        requests takes. Raises RequestFailure if another try may help, ResultRefused, ServerError."""
+        timeout = sessions.CONNECT_SECONDS, self._seconds + wait
         try:
-            response = self._session().request(method, self.url + path, timeout=timeout, **request)
+            response = self._sessions.session.request(method, self.url + path, timeout=timeout, **request)
             if (status := response.status_code) in (200, 206, 416):
                 return response
             with response:
-                code, message = read_error(response)
+                code, message = sessions.read_error(response)
         except requests.RequestException as error:
-            raise connection_error(self.url, error) from error
+            raise sessions.connection_error(self.url, error) from error
         if code == "no_run" and method == "GET":
             return response
-        if code == "no_run" or (status in RETRIED and code != "other_run"):
-            raise RequestFailure(f"said {status}: {message}", read_retry_after(response))
+        if code == "no_run" or (status in sessions.RETRIED and code != "other_run"):
+            raise RequestFailure(f"said {status}: {message}", sessions.read_retry_after(response))
         if code == "no_file":
             raise FileFailure(f"said {status}: {message}")
         if status == 401:
-            raise token_refused(self.url, self._token, "pool, trainer and workers")
+            raise sessions.token_refused(self.url, self._token, "pool, trainer and workers")
         if status == 404:
             raise self._no_pool(message)
         error_type = ResultRefused if status == 422 else ServerError
@@ -225,18 +195,6 @@ class PoolClient:
 
     def _no_pool(self, reason: object) -> ServerError:
         return ServerError(f"{self.url} is no pool of rollouts ({reason}): set pool to a server of the task rollouts")
-
-    def _session(self) -> requests.Session:
-        if not hasattr(self._per_thread, "session"):
-            self._per_thread.session = open_session(self._token, self._verify, wire.CONTENT_TYPE)
-        return self._per_thread.session
-
-
-def _decoded(body: bytes, decode: Callable[[bytes], _Value]) -> _Value:
-    try:
-        return decode(body)
-    except (wire.ProtocolError, ValueError, KeyError, TypeError) as error:
-        raise RequestFailure(f"sent a damaged answer ({error})") from error
 
 
 class Stopped(Exception):
@@ -248,19 +206,15 @@ class Retrier:
     answering, and one when it answers again."""
 
     def __init__(self, client: PoolClient, deadline: float, stop: threading.Event):
-        """`deadline`: seconds without a useful answer, or a part of a file, after which a request is given up.
-
-        Of a file only its parts count: a pool with a full disk still says how much of it is there.
-        """
+        """`deadline`: seconds without a useful answer, or a part of a file, after which a request is given up. Of a
+        file only its parts count: a pool with a full disk still says how much of it is there."""
         self._client, self._deadline, self._stop = client, deadline, stop
         self._waiting: set[int] = set()  # the threads whose requests wait for the pool
         self._lock = threading.Lock()
 
     def __call__(self, send: Callable[[], _Value]) -> _Value:
-        """Return the result of `send` once it raises no RequestFailure.
-
-        Raises ServersUnavailable after the deadline, FileFailure and ServerError at once, Stopped.
-        """
+        """Return the result of `send` once it raises no RequestFailure. Raises ServersUnavailable after the deadline,
+        FileFailure and ServerError at once, Stopped."""
         thread, failures, stuck_since = threading.get_ident(), 0, 0.0
         try:
             while not self._stop.is_set():
@@ -280,10 +234,9 @@ class Retrier:
                     elif moved_at > stuck_since:
                         failures, stuck_since = 0, moved_at
                     if now - stuck_since > self._deadline:
-                        raise ServersUnavailable(
-                            f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure}): see its "
-                            "log; pool_deadline sets how long to wait"
-                        ) from failure
+                        reason = f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure})"
+                        remedy = "see its log; pool_deadline sets how long to wait"
+                        raise ServersUnavailable(f"{reason}: {remedy}") from failure
                     if failures:  # not the first: the pool may just have closed a connection that was idle
                         with self._lock:
                             if not self._waiting:

@@ -1,7 +1,5 @@
 """The pool's SQLite file: its schema, its lock, and the errors of its disk."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging
@@ -50,14 +48,12 @@ CREATE TABLE pieces (
 
 
 class Database:
-    """The file, open for this process alone. All methods may be called from any thread; they raise ProtocolError, 503,
-    if the disk fails."""
+    """The file, open for this process alone. Any thread may call all methods; all raise ProtocolError, 503, if the
+    disk fails."""
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
-        """Open the file, or make it. `on_damage` is called if a later request finds it damaged or gone.
-
-        Raises ConfigError if it is no pool's, damaged, or in use.
-        """
+        """Open the file, or make it. `on_damage` is called if a later request finds it damaged or gone. Raises
+        ConfigError if it is no pool's, damaged, or in use."""
         self.path, self._on_damage = path, on_damage
         self.setting = f"pool_file={path!r}"  # the first words of messages about the file
         self.lock = threading.RLock()  # a caller holds it over several reads of one state
@@ -85,21 +81,17 @@ class Database:
         """Return the bytes of the file and of the log beside it."""
         return sum(os.path.getsize(name) for name in self._names if os.path.exists(name))
 
-    def sql(self, statement: str, *values: Any) -> sqlite3.Cursor:
-        with self._failures():
-            return self._connection.execute(statement, values)
-
     def row(self, statement: str, *values: Any) -> tuple | None:
-        return next(iter(self.rows(statement, *values)), None)
+        return next(iter(self.sql(statement, *values)), None)
 
-    def rows(self, statement: str, *values: Any) -> list[tuple]:
+    def sql(self, statement: str, *values: Any) -> list[tuple]:
+        """Execute a statement; return its rows."""
         with self.lock, self._failures():
             return self._connection.execute(statement, values).fetchall()
 
     def checked_rows(self, name: str, statement: str, *values: Any) -> list[tuple]:
-        """Return rows without their checksum, the last value. A message calls a damaged row by `name`, which may have
-        places for the row's first values: "version {}"."""
-        rows = self.rows(statement, *values)
+        """Return rows without their checksum. `name` is for messages, with the row's first values: "version {}"."""
+        rows = self.sql(statement, *values)
         for row in rows:
             with self._failures(name.format(*row)):
                 check_row(row)
@@ -142,22 +134,15 @@ class Database:
 
 
 def open_read_only(path: str, setting: str) -> sqlite3.Connection:
-    """Open a pool's file to read it, also while a pool runs on it.
-
-    Raises ConfigError if it is no pool's. Its message begins with `setting`: a field and its value.
-    """
+    """Open a pool's file to read it, also while a pool runs on it. Raises ConfigError if it is no pool's. Its message
+    begins with `setting`: a field and its value."""
     if not Path(path).is_file():
         raise unusable(setting, "there is no such file", "name the pool_file of a pool")
     # Without a log beside it no process has it open, and it may lie where nothing can be written.
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
-    with refuse_damage(setting):
-        connection = _connect(path, f"?{mode}")
-        try:
-            _check_kind(setting, connection)
-        except (ConfigError, sqlite3.Error):
-            connection.close()
-            raise
-    return connection
+    with _connected(path, setting, f"?{mode}") as connection:
+        _check_kind(setting, connection)
+        return connection
 
 
 def lock_file(path: str | Path) -> int:
@@ -172,37 +157,39 @@ def lock_file(path: str | Path) -> int:
 
 
 def _open(path: str, setting: str) -> sqlite3.Connection:
-    connection = _connect(path)
-    try:
-        with refuse_damage(setting):
-            if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
-                connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-                kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
-                connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
-            _check_kind(setting, connection)
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
-            connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # and make the log, for _check_place
-            connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over gigabytes
-    except ConfigError:
-        connection.close()
-        raise
-    return connection
+    with _connected(path, setting) as connection:
+        if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+            connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+            kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
+            connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
+        _check_kind(setting, connection)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
+        connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # and make the log, for _check_place
+        connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over gigabytes
+        return connection
 
 
-def _connect(path: str, query: str = "") -> sqlite3.Connection:
-    uri = Path(path).absolute().as_uri() + query
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")  # the checksum refuses others
-    return connection
+@contextmanager
+def _connected(path: str, setting: str, query: str = "") -> Iterator[sqlite3.Connection]:
+    """Open a file and prepare it inside. Close it after an error, and raise ConfigError."""
+    with refuse_damage(setting):
+        uri = Path(path).absolute().as_uri() + query
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        # The checksum refuses what is no UTF-8.
+        connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
+        try:
+            yield connection
+        except (ConfigError, sqlite3.Error):
+            connection.close()
+            raise
 
 
 def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
     """Raise ConfigError if the file is not a pool's."""
-    (application,), (version,) = (
-        connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
-    )
+    names = "application_id", "user_version"
+    (application,), (version,) = (connection.execute(f"PRAGMA {name}").fetchone() for name in names)
     if application != _APPLICATION:
         raise unusable(setting, "it is the database of another program", "name another file")
     if version != _SCHEMA_VERSION:

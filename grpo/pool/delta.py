@@ -11,8 +11,6 @@ number of compressed bytes (0 for equal words), then a zlib stream of
 Of both, all lowest bytes come first, then all next ones. Everything is read, computed and written block by block.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import zlib
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import numpy as np
 
@@ -31,8 +29,6 @@ _HEADER = len(_TEXT).to_bytes(8, "little") + _TEXT
 _BLOCK = 1 << 20  # words
 _THREADS = min(4, os.cpu_count() or 1)
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
-
 
 class DeltaError(Exception):
     """A delta that cannot be applied. The message begins with the file's path."""
@@ -41,10 +37,7 @@ class DeltaError(Exception):
 def sha256_of(path: Path) -> str:
     """Return a file's SHA-256 in hex."""
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_delta(old: Path, new: Path, delta: Path, limit: int) -> int | None:
@@ -70,11 +63,9 @@ def make_delta(old: Path, new: Path, delta: Path, limit: int) -> int | None:
 
 
 def apply_delta(old: Path, delta: Path, new: Path, sha256: str) -> None:
-    """Apply a delta to `old`, and write the result, which must have this SHA-256, to `new`.
-
-    The delta may be a stranger's: memory does not grow with it, and `new` is as long as `old`. Raises DeltaError if it
-    is damaged or leads from or to another file, OSError; `new` is then unchanged.
-    """
+    """Apply a delta to `old`, and write the result, which must have this SHA-256, to `new`. The delta may be a
+    stranger's: memory does not grow with it, and `new` is as long as `old`. Raises DeltaError if it is damaged or leads
+    from or to another file, OSError; `new` is then unchanged."""
     unfinished, digest = new.with_name(new.name + ".unfinished"), hashlib.sha256()
     with open(old, "rb") as old_file, open(delta, "rb") as delta_file:
 
@@ -107,10 +98,10 @@ def _blocks(file: BinaryIO) -> Iterator[range]:
     return (range(start, min(start + _BLOCK, words)) for start in range(0, words, _BLOCK))
 
 
-def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def _in_order(function: Callable, items: Iterable) -> Iterator:
     """Yield `function(item)` of each item, in order. A few threads compute a few items ahead."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        running: deque[Future[Result]] = deque()
+        running: deque[Future] = deque()
         for item in items:
             running.append(pool.submit(function, item))
             if len(running) > _THREADS:

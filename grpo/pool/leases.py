@@ -1,7 +1,5 @@
 """Which worker draws which task, and each worker's state. In memory: a pool that restarts forgets it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -39,8 +37,7 @@ class WorkerState:
     refusals: int = 0
     refused_in_a_row: int = 0
     reason: str = ""  # why its last upload was refused, or why it is suspended
-    drift: float | None = None
-    """mean distance of its log-probs from the trainer's, in the last step with groups of it, in nats a token"""
+    drift: float | None = None  # nats a token from the trainer's log-probs, a mean of the last step with groups of it
     is_suspended: bool = False  # it gets no more tasks until its process is started again
 
     @property
@@ -66,10 +63,8 @@ class Leases:
         self._workers: dict[str, WorkerState] = {}
 
     def seen(self, lease: Lease) -> WorkerState:
-        """Note a worker's request: from now on it holds the tasks that it names, and no others.
-
-        It may name tasks from before this process started, or it was silent: they are its, unless another holds them.
-        """
+        """Note a worker's request: from now on it holds the tasks that it names, unless another holds them. It may name
+        tasks from before this process started, or it was silent."""
         with self.changed:
             worker = self._worker(lease.worker, lease)
             named, before = {(group, attempt) for group, attempt in lease.holds}, worker.holds
@@ -125,10 +120,7 @@ class Leases:
             self.changed.notify_all()
 
     def drifted(self, drifts: Mapping[str, float], is_one_version: bool = True) -> None:
-        """Note how far each worker's log-probs are from the trainer's, and suspend those that are too far.
-
-        Drifts can be compared only if all workers drew with one version; else none is suspended.
-        """
+        """Note how far workers' log-probs are from the trainer's; suspend those too far, if `is_one_version`."""
         with self.changed:
             least = min(drifts.values(), default=0.0)
             for name, drift in drifts.items():

@@ -1,8 +1,5 @@
 """A pool's metrics, added to those of every server (grpo/server/monitor.py)."""
 
-from __future__ import annotations
-
-import threading
 import time
 from collections import Counter as Tally
 from collections.abc import Sequence
@@ -27,9 +24,8 @@ class PoolMonitor:
     def __init__(self, monitor: Monitor, leases: Leases, store: Store):
         self._monitor, self._leases, self._store = monitor, leases, store
         self.leased = monitor.make(Counter, "pool_leases", "Tasks leased to workers")
-        self._results = monitor.make(
-            Counter, "pool_results", "Groups that workers sent, by the answer", labelnames=["answer"]
-        )
+        by_answer = "Groups that workers sent, by the answer"
+        self._results = monitor.make(Counter, "pool_results", by_answer, labelnames=["answer"])
         self._tokens = monitor.make(Counter, "pool_tokens", "Tokens of the completions that were accepted")
         self._bytes = monitor.make(Counter, "pool_bytes", "Bytes of files and results", labelnames=["direction"])
         self._workers = monitor.make(Gauge, "pool_workers", "Workers", labelnames=["state"])
@@ -38,24 +34,20 @@ class PoolMonitor:
             for name, text in _OF_WORKER.items()
         }
         self._tasks = monitor.make(Gauge, "pool_tasks", "Tasks without a result", labelnames=["state"])
-        self._lock = threading.Lock()
-        self._sums: Tally[str] = Tally()
-        self._reported = time.monotonic(), self._sums.copy()
+        self._reported = time.monotonic(), monitor.sums.copy()
 
     def answered(self, answers: Sequence[str], tokens: int = 0) -> None:
         """Count uploaded groups by their answers, and the tokens of those that were accepted."""
         for answer, count in Tally(answers).items():
             self._results.labels(answer.replace(" ", "_")).inc(count)
-            self._add(answer, count)
+            self._monitor.count(answer, count)
         self._tokens.inc(tokens)
-        self._add("tokens", tokens)
-        if tokens:
-            self._monitor.drawn(tokens)
+        self._monitor.count("tokens", tokens)
 
     def transferred(self, direction: str, size: int) -> None:
         """Count bytes that were "received" or "sent"."""
         self._bytes.labels(direction).inc(size)
-        self._add(direction, size)
+        self._monitor.count(direction, size)
 
     def refresh(self) -> None:
         """Bring the gauges up to date, before /metrics shows them."""
@@ -74,24 +66,21 @@ class PoolMonitor:
     def status(self) -> dict:
         """Return the numbers of the live page; times in seconds, sizes in bytes."""
         now, run = time.monotonic(), self._store.known_run
+        sent = {direction: self._monitor.sums[direction] for direction in ("received", "sent")}
         return {
             "run": run and {"run": run.run, "name": run.name},
             "workers": [_describe(worker, now) for worker in self._leases.workers()],
             "rounds": self._store.rounds(_ROUNDS),
             "versions": [version.version for version in self._store.versions()],
             "tasks": self._count(),
-            "bytes": {
-                "received": self._sums["received"],
-                "sent": self._sums["sent"],
-                "file": self._store.database.size(),
-            },
+            "bytes": {**sent, "file": self._store.database.size()},
         }
 
     def summary(self) -> str | None:
         """Return a line on the time since the last call; None if nothing happened."""
         (last_time, last), now = self._reported, time.monotonic()
-        self._reported = now, self._sums.copy()
-        new, seconds = self._sums - last, now - last_time
+        self._reported = now, self._monitor.sums.copy()
+        new, seconds = self._monitor.sums - last, now - last_time
         states, counts = self._leases.states(), self._count()
         if not new and not any(counts.values()):
             return None
@@ -100,10 +89,6 @@ class PoolMonitor:
             f"refused; {counts['waiting']} tasks wait, {counts['leased']} are drawn by {states['drawing']} workers, "
             f"{states['waiting']} workers wait; {new['received'] >> 20} MiB came, {new['sent'] >> 20} MiB went"
         )
-
-    def _add(self, name: str, number: int) -> None:
-        with self._lock:
-            self._sums[name] += number
 
     def _count(self) -> dict[str, int]:
         leased, undrawn = len(self._leases.held()), self._store.count_open()
@@ -114,9 +99,7 @@ def _describe(worker: WorkerState, now: float) -> dict:
     lease = worker.lease
     return {
         "name": worker.name,
-        "card": lease.card,
-        "version": lease.version,
-        "tokens_per_second": lease.tokens_per_second,
+        **{name: getattr(lease, name) for name in ("card", "version", "tokens_per_second")},
         "state": worker.state,
         "message": lease.message,
         "leases": len(worker.holds),

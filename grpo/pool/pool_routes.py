@@ -1,10 +1,8 @@
 """A pool's routes under /v1/rollouts."""
 
-from __future__ import annotations
-
-import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 
 import bottle
 
@@ -23,12 +21,9 @@ _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON
 
 def add_pool_routes(app: App, service: PoolService) -> None:
     """Let the application answer trainer and workers."""
-    _add_queries(app, service)
     _add_posts(app, service)
     _add_long_polls(app, service)
 
-
-def _add_queries(app: App, service: PoolService) -> None:
     @app.get(wire.RUN_PATH)
     def run():
         service.check_ready()
@@ -37,11 +32,11 @@ def _add_queries(app: App, service: PoolService) -> None:
     @app.get(wire.VERSIONS_PATH)
     def versions():
         service.check_ready()
-        return make_json([json.loads(version.to_json()) for version in service.store.versions()])
+        return make_json([asdict(version) for version in service.store.versions()])
 
     @app.get(wire.FILES_PATH)
     def send_file():
-        with service.working():
+        with service.thread_of(service.work_threads):
             service.check_ready()
             return _file_answer(service, bottle.request.query.get("sha256", ""), bottle.request.get_header("Range", ""))
 
@@ -52,7 +47,7 @@ def _add_posts(app: App, service: PoolService) -> None:
 
         @app.post(path)
         def answer_post():
-            with service.working():
+            with service.thread_of(service.work_threads):
                 return make_json(answer(_read_post(service, most_bytes)) or {})
 
     def add_piece(body: bytes) -> dict:
@@ -85,7 +80,7 @@ def _add_long_polls(app: App, service: PoolService) -> None:
     @app.post(wire.GROUPS_PATH)
     def groups():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.working():
+        with service.thread_of(service.work_threads):
             request = read_json(_read_post(service))
             keys, wait = keys_of("groups", request.get("groups")), request.get("wait", 0)
             check_amount("wait", wait)
@@ -96,7 +91,7 @@ def _add_long_polls(app: App, service: PoolService) -> None:
     @app.post(wire.LEASE_PATH)
     def lease():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.working():
+        with service.thread_of(service.work_threads):
             lease = Lease.of_json(_read_post(service))
         note(client=lease.worker)
         return make_answer(service.lease(lease, is_gone), 200, wire.CONTENT_TYPE)

@@ -1,15 +1,11 @@
 """A pool of rollouts: tasks wait for workers, completions wait for the trainer; a run's file keeps both."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
 
 from grpo.config.server import ServerConfig
 from grpo.pool.database import PIECE_BYTES
@@ -29,8 +25,6 @@ _MOST_WAITING = THREADS - 8 - _MOST_WORK
 LONGEST_WAIT = 30.0  # seconds
 _CHECK_SECONDS = 0.5  # how often a thread that waits checks whether its client is still connected
 
-_Item = TypeVar("_Item")
-
 
 class PoolService(Service):
     """The state of a pool: its file, the leases of its workers, and the threads that wait."""
@@ -44,10 +38,6 @@ class PoolService(Service):
         self.waiting_threads = threading.Semaphore(_MOST_WAITING)
         # While they are read, tokens take many times the size of the body: read and store one request at a time.
         self._storing = threading.Lock()
-
-    def working(self) -> AbstractContextManager[None]:
-        """Use one of the threads that read and store."""
-        return self.thread_of(self.work_threads)
 
     def load(self) -> None:
         self.change_info(status="ready")
@@ -84,10 +74,7 @@ class PoolService(Service):
         return len(tasks)
 
     def lease(self, lease: Lease, is_gone: Callable[[], bool]) -> bytes:
-        """Lease tasks to a worker and return them as bytes; wait if no task is free.
-
-        Raises ProtocolError: 403 for a suspended worker, 404 without a run, 503.
-        """
+        """Lease tasks to a worker; wait if none is free. Raises ProtocolError: 403 for a suspended worker, 404, 503."""
         run = self.store.run()
         self._check_welcome(self.leases.seen(lease))
         tasks: list[Task] = []
@@ -109,11 +96,8 @@ class PoolService(Service):
         return encode_drawn([decode_drawn(body)[0] for body in results])
 
     def add_results(self, body: bytes, worker: str) -> list[str]:
-        """Keep completions; return the answer to each group. A group that replaced weights drew is not wanted.
-
-        Raises ProtocolError: 403 for a suspended worker, 422 if a group cannot be the completions of its task; no group
-        is kept then.
-        """
+        """Keep completions; return the answer to each group. A group that replaced weights drew is not wanted. Raises
+        ProtocolError, and keeps none: 403 for a suspended worker, 422 for what no task's completions can be."""
         check_name("worker", worker)
         self._check_welcome(self.leases.find(worker))
         run = self.store.run()
@@ -166,10 +150,8 @@ class PoolService(Service):
         return self.numbers.summary()
 
     def _take(self, lease: Lease) -> list[Task]:
-        """Lease the first free tasks to a worker, all of one version, and no more than its share.
-
-        Else a worker that draws many groups at a time would leave none to those that ask a moment later.
-        """
+        """Lease the first free tasks to a worker, all of one version, and no more than its share. Else a worker that
+        draws many groups at a time would leave none to those that ask a moment later."""
         with self.leases.changed:
             held = self.leases.held()
             free = [task for task in self.store.open_tasks(lease.room + len(held)) if task.key not in held]
@@ -183,13 +165,9 @@ class PoolService(Service):
             self.numbers.leased.inc(len(tasks))
             return tasks
 
-    def _wait(
-        self, find: Callable[[], list[_Item]], seconds: float, is_gone: Callable[[], bool], worker: str = ""
-    ) -> list[_Item]:
-        """Call `find` until it returns items, and return them; empty after `seconds`.
-
-        Raises ProtocolError: 499 if the client has gone, 503 if too many wait or the server is ending.
-        """
+    def _wait(self, find: Callable[[], list], seconds: float, is_gone: Callable[[], bool], worker: str = "") -> list:
+        """Call `find` until it returns items, and return them; empty after `seconds`. Raises ProtocolError: 499 if the
+        client has gone, 503 if too many wait or the server is ending."""
         if (items := find()) or seconds == 0:
             return items
         end = time.monotonic() + min(seconds, LONGEST_WAIT)

@@ -13,17 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from typing import Any
 
-from grpo.wire.json_fields import (
-    check_amount,
-    check_hex,
-    check_int,
-    check_text,
-    is_number,
-    read_fields,
-    read_ints,
-    read_json,
-    shown,
-)
+from grpo.wire import json_fields as fields
 from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
 
@@ -42,8 +32,7 @@ class RunInfo:
     num_generations: int  # completions of each group
     max_completion_length: int
     temperature: float
-    seed: int
-    """random numbers of a completion follow from seed + (attempt << 32), group and the completion's number in it"""
+    seed: int  # a completion's random numbers follow from seed + (attempt << 32), group and its number there
     model_files: str
     """SHA-256 of the file (POST files) with the model's folder but for its weights: a safetensors file, one uint8
     tensor for each file, named by its path"""
@@ -52,8 +41,7 @@ class RunInfo:
     """SHA-256 of the file (POST files) with the frozen weights under an adapter: each version is the adapter alone,
     whose configuration is in the folder `adapter` of `model_files`; None if each version is all of the weights"""
     in_flight_weight_updates: bool = False
-    """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
-    workers always take the newest version"""
+    """whether any newer version may draw a task, and each token another: workers always take the newest"""
     turns: RunTools | None = None  # the tools or environment that answer the policy; None for a run without
 
     def to_json(self) -> bytes:
@@ -66,19 +54,19 @@ class RunInfo:
     @classmethod
     def of_json(cls, body: bytes) -> RunInfo:
         """Read a body. Raises ProtocolError, 400."""
-        info = read_fields(cls, read_json(body))
-        check_text("name", info.name)
-        check_hex("run", info.run, 16)
-        check_hex("model_files", info.model_files, 64)
+        info = fields.read_fields(cls, fields.read_json(body))
+        fields.check_text("name", info.name)
+        fields.check_hex("run", info.run, 16)
+        fields.check_hex("model_files", info.model_files, 64)
         if info.base_weights is not None:
-            check_hex("base_weights", info.base_weights, 64)
+            fields.check_hex("base_weights", info.base_weights, 64)
         for name in ("vocab_size", "num_generations", "max_completion_length", "seed", "groups_per_round"):
-            check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
-        for token in read_ints("eos_token_ids", info.eos_token_ids):
+            fields.check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
+        for token in fields.read_ints("eos_token_ids", info.eos_token_ids):
             if token >= info.vocab_size:
                 raise malformed(f"eos_token_ids has {token}: the vocabulary is 0 to {info.vocab_size - 1}")
-        if not (is_number(info.temperature) and info.temperature > 0):
-            raise malformed(f"temperature {shown(info.temperature)}: send a number above 0")
+        if not (fields.is_number(info.temperature) and info.temperature > 0):
+            raise malformed(f"temperature {fields.shown(info.temperature)}: send a number above 0")
         if not isinstance(info.in_flight_weight_updates, bool):
             raise malformed("in_flight_weight_updates: send true or false")
         return info if info.turns is None else replace(info, turns=RunTools.of_fields(info.turns))
@@ -108,10 +96,8 @@ class GroupResult:
     completions: list[list[int]]
     """token ids, the eos included; each ends with its first eos, or at max_completion_length. With turns an answer may
     follow an eos, and then more drawn tokens"""
-    logprobs: list[list[float]]
-    """of each id, in the distribution that it was drawn from; float32, NaN at the tokens of answers"""
-    versions: list[list[int]]
-    """the version of the policy that drew each id, and of an answer's token that drew the last one before it"""
+    logprobs: list[list[float]]  # in the distribution that an id was drawn from; float32, NaN at an answer's tokens
+    versions: list[list[int]]  # the version that drew each id; of an answer's token that of the last one before it
     drawn: list[list[bool]] | None = None  # whether each id was drawn, or is an answer's; None in a run without turns
     outcomes: list[Outcome] | None = None  # how each completion ended; None in a run without turns
 
@@ -157,20 +143,20 @@ class Version:
     @classmethod
     def of_fields(cls, content: dict[str, Any]) -> Version:
         """Read a JSON object. Raises ProtocolError, 400."""
-        version = read_fields(cls, content)
-        check_int("version", version.version, least=0)
-        check_int("size", version.size, least=1, most=2**63 - 1)
-        check_hex("sha256", version.sha256, 64)
+        version = fields.read_fields(cls, content)
+        fields.check_int("version", version.version, least=0)
+        fields.check_int("size", version.size, least=1, most=2**63 - 1)
+        fields.check_hex("sha256", version.sha256, 64)
         if not isinstance(version.whole, bool):
             raise malformed("whole: send true or false")
         if version.base is not None:
-            check_int("base", version.base, least=0)
-            check_hex("delta", version.delta, 64)
+            fields.check_int("base", version.base, least=0)
+            fields.check_hex("delta", version.delta, 64)
         if (version.base is None) != (version.delta is None) or not (version.whole or version.delta):
             raise malformed("a version needs the whole file, or a base with its delta, or both")
-        probe = read_fields(Probe, version.probe)
-        ids = [read_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
-        numbers = isinstance(probe.logprobs, list) and all(map(is_number, probe.logprobs))
+        probe = fields.read_fields(Probe, version.probe)
+        ids = [fields.read_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
+        numbers = isinstance(probe.logprobs, list) and all(map(fields.is_number, probe.logprobs))
         if not numbers or len(probe.logprobs) != len(ids[1]):
             raise malformed("probe: send one finite log-prob for each of completion_ids")
         return replace(version, probe=probe)
@@ -195,16 +181,16 @@ class Lease:
     @classmethod
     def of_json(cls, body: bytes) -> Lease:
         """Read a body. Raises ProtocolError, 400."""
-        lease = read_fields(cls, read_json(body))
+        lease = fields.read_fields(cls, fields.read_json(body))
         for name in ("worker", "card", "message"):
-            check_text(name, getattr(lease, name))
+            fields.check_text(name, getattr(lease, name))
         if not lease.worker:
             raise malformed("worker is empty: send the worker's name")
-        check_int("room", lease.room, least=0, most=MOST_TASKS)
-        check_int("version", lease.version, least=-1)
+        fields.check_int("room", lease.room, least=0, most=MOST_TASKS)
+        fields.check_int("version", lease.version, least=-1)
         keys_of("holds", lease.holds)
         for name in ("wait", "tokens_per_second"):
-            check_amount(name, getattr(lease, name))
+            fields.check_amount(name, getattr(lease, name))
         return lease
 
 
@@ -213,22 +199,22 @@ def keys_of(name: str, value: object) -> list[tuple[int, int]]:
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise malformed(f"{name}: send a list of [group, attempt]")
     check_number("tasks", len(value), MOST_TASKS)
-    return [(check_int("group", group, least=0), check_int("attempt", attempt, least=0)) for group, attempt in value]
+    for group, attempt in value:
+        fields.check_int("group", group, least=0)
+        fields.check_int("attempt", attempt, least=0)
+    return [*map(tuple, value)]
 
 
 def drifts_of(value: object) -> dict[int, tuple[float, int]]:
-    """Read a JSON list of [group, drift, tokens].
-
-    Drift is the mean distance of the trainer's log-probs from the sampler's, in nats a token. Raises ProtocolError,
-    400, or 413 for too many.
-    """
+    """Read a JSON list of [group, drift, tokens], where drift is the mean distance of the trainer's log-probs from the
+    sampler's, in nats a token. Raises ProtocolError, 400, or 413 for too many."""
     if not isinstance(value, list) or not all(isinstance(row, list) and len(row) == 3 for row in value):
         raise malformed("groups: send a list of [group, drift, tokens]")
     check_number("groups", len(value), MOST_TASKS)
     for group, drift, tokens in value:
-        check_int("group", group, least=0)
-        check_int("tokens", tokens, least=1)
-        check_amount("drift", drift)
+        fields.check_int("group", group, least=0)
+        fields.check_int("tokens", tokens, least=1)
+        fields.check_amount("drift", drift)
     return {group: (float(drift), tokens) for group, drift, tokens in value}
 
 

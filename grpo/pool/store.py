@@ -4,8 +4,6 @@ Whatever a method stores is on the disk when it returns, all of it or nothing. `
 pool runs on it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -40,13 +38,9 @@ class Files:
         self._touched: dict[str, float] = {}  # time.monotonic() of their last pieces
 
     def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of a file. Return how many bytes are stored by now, from the first on without a gap.
-
-        Stored bytes are ignored: a piece may come twice, and an empty one asks for the place to continue.
-
-        Raises ProtocolError: 400 for bytes beyond the size, 409 for a gap, or if the complete file has another SHA-256:
-        the file is dropped then.
-        """
+        """Keep a piece of a file, which may come twice; an empty one asks where to continue. Returns how many bytes are
+        stored by now, from the first on without a gap. Raises ProtocolError: 400 for bytes beyond the size, 409 for a
+        gap, or if the complete file has another SHA-256: the file is dropped then."""
         if piece.size < 1 or piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
         with self._database.transaction():
@@ -86,13 +80,13 @@ class Files:
     def read(self, sha256: str, start: int, end: int) -> bytes:
         """Return the bytes of a complete file from `start` to before `end`; empty if it was dropped."""
         overlapping = "SELECT start, data FROM pieces WHERE sha256 = ? AND start < ? AND start + length(data) > ?"
-        rows = self._database.rows(f"{overlapping} ORDER BY start", sha256, end, start)
+        rows = self._database.sql(f"{overlapping} ORDER BY start", sha256, end, start)
         return b"".join(memoryview(data)[max(0, start - at) : end - at] for at, data in rows)
 
     def drop_unused(self, used: Set[str], gone: Set[str]) -> None:
         """Delete, in the caller's transaction, unused files: those whose last user is gone, and abandoned ones."""
         now = time.monotonic()
-        for (sha256,) in self._database.rows("SELECT sha256 FROM files"):
+        for (sha256,) in self._database.sql("SELECT sha256 FROM files"):
             is_abandoned = now - self._touched.setdefault(sha256, now) >= _ABANDONED_SECONDS
             if sha256 not in used and (sha256 in gone or is_abandoned):
                 self._drop(sha256)
@@ -114,10 +108,7 @@ class Files:
 
 
 class Store:
-    """The pool's file. All methods may be called from any thread.
-
-    All raise ProtocolError, 503, if the disk fails; nothing of the request is stored then.
-    """
+    """The pool's file, for any thread. All methods raise ProtocolError, 503, and store nothing, if the disk fails."""
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
         """Open the file as Database does."""
@@ -132,8 +123,6 @@ class Store:
 
     def close(self) -> None:
         self.database.close()
-
-    # The run
 
     def run(self) -> RunInfo:
         """Return the run. Raises ProtocolError, 404, before the trainer has put one."""
@@ -151,18 +140,10 @@ class Store:
                 raise ProtocolError(409, "other_run", message)
         self.known_run = self.known_run or info
 
-    def _takes_newest(self) -> bool:
-        return self.known_run is not None and self.known_run.in_flight_weight_updates
-
-    # Versions
-
     def add_version(self, version: Version) -> None:
-        """Keep a version.
-
-        If the pool has, or had, this number with other weights, the run was resumed from an earlier checkpoint: that
-        version and the later ones are deleted, with the completions that they drew. Raises ProtocolError, 409, if a
-        file is missing.
-        """
+        """Keep a version. Raises ProtocolError, 409, if a file is missing. If the pool has, or had, this number with
+        other weights, the run was resumed from an earlier checkpoint: that version and the later ones are deleted, with
+        the completions that they drew."""
         with self.database.transaction():
             weights, known = self.find_version(version.version)
             is_other = weights not in (None, version.sha256)
@@ -176,7 +157,7 @@ class Store:
                 # The trainer may have put this version's tasks before it has sent the version: they stay, undrawn.
                 later = "version > ? OR (version = ? AND attempt > 0)"
                 self.database.sql(f"DELETE FROM tasks WHERE {later}", version.version, version.version)
-                spoiled = self.database.rows("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
+                spoiled = self.database.sql("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
                 for key in spoiled:
                     self._store_task(self.find_task(key)[0])
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
@@ -226,8 +207,6 @@ class Store:
         used |= {self.known_run.model_files, self.known_run.base_weights} if self.known_run else set()
         self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
 
-    # Tasks and results
-
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Keep tasks. Raises ProtocolError, 409, for one that is stored with other content; none is kept then."""
         with self.database.transaction():
@@ -241,13 +220,11 @@ class Store:
 
     def open_tasks(self, limit: int) -> list[Task]:
         """Return the first tasks without a result that a stored version may draw, by version, group and attempt."""
-        is_here = "<= (SELECT max(version)" if self._takes_newest() else "IN (SELECT version"
-        rows = self.database.checked_rows(
-            _TASK_NAME,
-            f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE drawn IS NULL "
-            f"AND version {is_here} FROM versions WHERE info IS NOT NULL) ORDER BY version, group_id, attempt LIMIT ?",
-            limit,
-        )
+        takes_newest = self.known_run is not None and self.known_run.in_flight_weight_updates
+        is_here = "<= (SELECT max(version)" if takes_newest else "IN (SELECT version"
+        condition = f"drawn IS NULL AND version {is_here} FROM versions WHERE info IS NOT NULL)"
+        query = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE {condition} ORDER BY version, group_id, attempt"
+        rows = self.database.checked_rows(_TASK_NAME, f"{query} LIMIT ?", limit)
         return [_read_task(row)[0] for row in rows]
 
     def find_task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
@@ -269,8 +246,7 @@ class Store:
         self.database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, body)
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
-        """Return the results of these tasks, each as `encode_drawn` writes it: the first, whatever its size, and as
-        many others as stay below `most_bytes` together."""
+        """Return the first of these tasks' results, as `encode_drawn` writes them, and others up to `most_bytes`."""
         results, size = [], 0
         with self.database.lock:
             for key in keys:
@@ -296,12 +272,10 @@ class Store:
             if newest is None or self.known_run is None:
                 return []
             each = self.known_run.groups_per_round
-            rows = self.database.rows(
-                "SELECT group_id / ? AS round, min(version), max(version), count(*), sum(drawn IS NOT NULL), "
-                "coalesce(sum(tokens), 0) FROM tasks WHERE group_id >= ? GROUP BY round ORDER BY round DESC",
-                each,
-                max(0, newest // each - count + 1) * each,
-            )
+            sums = "min(version), max(version), count(*), sum(drawn IS NOT NULL), coalesce(sum(tokens), 0)"
+            query = f"SELECT group_id / ? AS round, {sums} FROM tasks WHERE group_id >= ? GROUP BY round"
+            first = max(0, newest // each - count + 1) * each
+            rows = self.database.sql(f"{query} ORDER BY round DESC", each, first)
         names = "round", "version", "last_version", "tasks", "drawn", "tokens"
         return [dict(zip(names, row, strict=True)) for row in rows]
 
@@ -326,10 +300,8 @@ def _files_of(version: Version) -> list[str]:
 
 
 class Recording:
-    """The run and the results of a pool's file, read only. A pool may be running on it.
-
-    All methods may be called from any thread, and raise ConfigError if the file is damaged.
-    """
+    """The run and the results of a pool's file, also of a running pool's. All methods may be called from any thread,
+    and raise ConfigError if the file is damaged."""
 
     def __init__(self, path: str):
         """Open the file. Raises ConfigError if it is no pool's."""

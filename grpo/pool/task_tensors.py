@@ -3,8 +3,6 @@
 Each list of lists is one tensor with all numbers, and one with the lengths.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -58,10 +56,8 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
 
 
 def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str]] | None = None) -> bytes:
-    """Return the body of POST results, and of the answer of POST groups.
-
-    `weights`, of POST results: number and SHA-256 of the versions that drew them.
-    """
+    """Return the body of POST results, and of the answer of POST groups. `weights`, of POST results: number and SHA-256
+    of the versions that drew them."""
     completions = [completion for group in groups for completion in group.completions]
     tensors = _columns(_GROUPS, [(*group.key, len(group.completions)) for group in groups]) | {
         "completion_lengths": np.asarray([*map(len, completions)], np.int32),

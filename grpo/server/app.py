@@ -1,7 +1,5 @@
 """The WSGI application under ref_server.py's routes: bottle, with errors in JSON and every answer reported."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

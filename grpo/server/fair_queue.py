@@ -9,8 +9,6 @@ In deterministic mode a part is one forward pass of one prompt's completions, or
 depend on other requests, and passes are not shared: floating-point sums depend on the other sequences of a batch.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -49,21 +47,9 @@ class Job:
         self.refusal: ProtocolError | None = None
         self.future: Future[Scores] = Future()
 
-    @property
-    def is_over(self) -> bool:
-        return self.refusal is not None or len(self.answers) == len(self.sequences)
-
     def count_tokens(self, rows: Iterable[int]) -> int:
         """Return the tokens of these sequences, a shared prompt counted each time."""
         return sum(sum(map(len, self.sequences[row])) for row in rows)
-
-    def resolve(self, fingerprint: str) -> None:
-        """Give the future its answer or its refusal."""
-        if self.refusal is not None:
-            self.future.set_exception(self.refusal)
-        else:
-            values = np.concatenate([self.answers[row] for row in range(len(self.sequences))])
-            self.future.set_result(Scores(values, fingerprint))
 
 
 Batch = list[tuple[Job, int]]  # sequences for about one forward pass: the job of each, and its place in the job
@@ -80,26 +66,18 @@ class Exchange:
 
 
 class FairQueue:
-    """A bounded queue of requests: any thread may submit, one thread, the scorer, takes.
-
-    A client may have as many tokens and requests in the queue as stay free for others: half of the queue when it is
-    alone, a third when there are two clients, and a newcomer always finds room (Choudhury and Hahne, Dynamic Queue
-    Length Thresholds, 1998, with alpha 1).
-    """
+    """A bounded queue of requests: any thread may submit, one thread, the scorer, takes. A client may have as many
+    tokens and requests in the queue as stay free for others: half of the queue when it is alone, a third when there are
+    two clients, and a newcomer always finds room (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998, with
+    alpha 1)."""
 
     def __init__(
-        self,
-        batcher: Batcher,
-        max_batch_tokens: int,
-        max_queue_tokens: int,
-        max_requests: int,
-        deterministic: bool = False,
-        fingerprint: str = "",
+        self, batcher: Batcher, budget: int, max_tokens: int, max_requests: int, deterministic=False, fingerprint=""
     ):
         self._batcher, self._deterministic = batcher, deterministic
-        self.budget = max_batch_tokens  # tokens of a forward pass; the scorer lowers it when they do not fit the memory
+        self.budget = budget  # tokens of a forward pass; the scorer lowers it when they do not fit the memory
         self.fingerprint = fingerprint  # fingerprint of the model that answers now
-        self._max_tokens, self._max_requests = max_queue_tokens, max_requests
+        self._max_tokens, self._max_requests = max_tokens, max_requests
         self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
         self._turns: list[str] = []  # clients, the next one first
         self._exchange: Exchange | None = None
@@ -116,10 +94,7 @@ class FairQueue:
         return held
 
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[Scores]:
-        """Queue a request; the future gives its answer, or raises ProtocolError.
-
-        Raises ProtocolError, 503: the queue is closed, or full for this client.
-        """
+        """Queue a request for a future answer. Raises ProtocolError, 503, if closed, or full for this client."""
         job = Job(request, client)
         parts = by_prompt(job.sequences, range(len(job.sequences)))
         job.parts.extend(map(deque, self._cut_passes(job, parts) if self._deterministic else parts))
@@ -156,11 +131,8 @@ class FairQueue:
                 del self._jobs[future]
 
     def exchange(self, action: Callable[[], None], undo: Callable[[], None], becomes: str) -> Future[None]:
-        """Let the scorer call `action` between the last request submitted so far and the first submitted from now on.
-
-        One exchange at a time. The future returns when it is done, and raises ProtocolError if it was undone.
-        Raises ProtocolError, 503: the queue is closed.
-        """
+        """Let the scorer call `action` after the requests submitted so far, before those submitted from now on. One
+        exchange at a time. The future raises ProtocolError if it was undone; this, 503, if the queue is closed."""
         with self._changed:
             self._check_open()
             self._exchange = Exchange(action, undo, becomes)
@@ -174,10 +146,8 @@ class FairQueue:
             self._changed.notify()
 
     def take(self) -> Batch | Exchange | None:
-        """Wait for sequences of about one forward pass, or an exchange; None when the queue is closed and empty.
-
-        Finish a batch with `settle`, an exchange with `finish_exchange`; `abandon` cancels either.
-        """
+        """Wait for sequences of about one forward pass, or an exchange; None when the queue is closed and empty. Finish
+        a batch with `settle`, an exchange with `finish_exchange`; `abandon` cancels either."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting() or self._exchange or self._closed)
             if not (waiting := self._waiting()):
@@ -240,27 +210,27 @@ class FairQueue:
                 job.is_later = False
             if refusal is None:
                 self.fingerprint = exchange.becomes
-        if refusal is not None:
-            exchange.done.set_exception(refusal)
-        else:
+        if refusal is None:
             exchange.done.set_result(None)
+        else:
+            exchange.done.set_exception(refusal)
 
     def settle(self, batch: Batch) -> None:
-        """Record these sequences as done, and resolve every job that is now complete or refused.
-
-        All sequences of a job are scored between two exchanges, so its answer is of one model, the present one.
-        """
+        """Record these sequences as done, and resolve every job that is now complete or refused. All sequences of a job
+        are scored between two exchanges, so its answer is of one model, the present one."""
         with self._changed:
             for job, row in batch:
                 job.tokens_left -= job.count_tokens([row])
-        for job in dict.fromkeys(job for job, _ in batch):
-            if not job.is_over:
-                continue
-            with self._changed:  # before the answer, whose reader may send the next request at once
-                if job.future not in self._jobs:  # cancelled meanwhile
-                    continue
-                del self._jobs[job.future]
-            job.resolve(self.fingerprint)
+            # Removed before the answer, whose reader may send the next request at once; some were cancelled meanwhile.
+            jobs = dict.fromkeys(job for job, _ in batch)
+            over = [job for job in jobs if job.refusal is not None or len(job.answers) == len(job.sequences)]
+            over = [job for job in over if self._jobs.pop(job.future, None)]
+        for job in over:
+            if job.refusal is not None:
+                job.future.set_exception(job.refusal)
+            else:
+                values = np.concatenate([job.answers[row] for row in range(len(job.sequences))])
+                job.future.set_result(Scores(values, self.fingerprint))
 
     def abandon(self) -> None:
         """Refuse every request and exchange that waits or comes later: nothing can be scored any more."""

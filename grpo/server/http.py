@@ -189,18 +189,10 @@ class Channel(HTTPChannel):
 class HttpServer(TcpWSGIServer):
     """A web server that listens once it is constructed, and answers while `run` runs."""
 
-    def __init__(
-        self,
-        app,
-        config: ServerConfig,
-        admit: Callable[[str, dict[str, str]], tuple[bool, ProtocolError | None]],
-        on_refused: Callable[[str, str, str, ProtocolError], None],
-    ):
+    def __init__(self, app, config: ServerConfig, admit: Callable, on_refused: Callable):
         """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
-
-        `admit(path, headers named as in CGI)` returns whether the sender may ask everything, and the refusal of this
-        request, if any; `on_refused(method, path, sender, error)` hears of each that does not reach the app.
-        """
+        `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
+        request that does not reach the app."""
         self.config, self.admit, self.on_refused = config, admit, on_refused
         self._next_check = self._next_accept = time.monotonic()
         # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.
@@ -286,9 +278,7 @@ class HttpServer(TcpWSGIServer):
         first, of the address that has most of them; then whoever is silent the longest."""
         waiting = [channel for channel in self.active_channels.values() if not channel.requests]
         strangers = Counter(channel.addr[0] for channel in waiting if not channel.known)
-        return min(
-            waiting, key=lambda channel: (channel.known, -strangers[channel.addr[0]], channel.moved_at), default=None
-        )
+        return min(waiting, key=lambda each: (each.known, -strangers[each.addr[0]], each.moved_at), default=None)
 
     def readable(self) -> bool:
         """Check all deadlines once a second. waitress calls this before each wait for the sockets."""

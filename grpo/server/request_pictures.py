@@ -1,7 +1,5 @@
 """The pictures of requests, checked against the ids that stand for them, and prepared before their request waits."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 
@@ -17,11 +15,9 @@ _AT_ONCE = 2  # requests whose pictures are prepared at a time, so that the mode
 
 
 class PictureCheck:
-    """Checks requests to a model, with the processor of a vision-language model.
-
-    A request's own thread decodes and resizes its pictures, so that the scorer and other requests need not wait for
-    that. The processor keeps the pictures that it prepared last; the scorer prepares again those that are not kept.
-    """
+    """Checks requests with the processor of a vision-language model. A request's own thread prepares its pictures, so
+    that the scorer and other requests need not wait for that. The processor keeps those that it prepared last; the
+    scorer prepares the others again."""
 
     def __init__(self, processor: PictureProcessor | None, vision: Vision | None):
         self.processor, self.vision = processor, vision

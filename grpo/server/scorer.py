@@ -1,7 +1,5 @@
 """The thread that owns the model: it takes forward passes from the queue, and survives those that fail."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -41,11 +39,10 @@ def completion_logprobs(
 class Scorer:
     """A thread that answers the queue's requests with a frozen model.
 
-    A request that fails gets that failure as its error. Then the scorer scores a probe, a sequence of its own. If that
-    fails too, the model or its device is broken: the scorer calls `on_death` once, with the exception, and ends. So it
-    does after a failed exchange, which may leave the model half changed. An exchange after which the probe fails is
-    undone. After a batch that does not fit the memory, the budget is halved for good; a request with a sequence that
-    does not fit alone gets a 507.
+    After a request that fails the scorer scores a probe, a sequence of its own. If that fails too, the model or its
+    device is broken: the scorer calls `on_death` once, with the exception, and ends. So it does after a failed
+    exchange, which may leave the model half changed; one after which the probe fails is undone. After a batch that
+    does not fit the memory, the budget is halved for good; a request with a sequence that does not fit gets a 507.
     """
 
     def __init__(
@@ -123,9 +120,8 @@ class Scorer:
             elif len(part) > 1:
                 while len(self._batcher.cut(sequences, self._queue.budget)) == 1:
                     self._queue.budget //= 2
-                    log.warning(
-                        "out of memory: batches of %d tokens from now on (--max_batch_tokens)", self._queue.budget
-                    )
+                    message = "out of memory: batches of %d tokens from now on (--max_batch_tokens)"
+                    log.warning(message, self._queue.budget)
                 parts.append(part)
             else:
                 tokens = sum(map(len, sequences[0]))

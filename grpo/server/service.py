@@ -1,7 +1,5 @@
 """The state that HTTP threads share, whatever the server's task is: who may ask, and whether the server is ready."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re
@@ -15,7 +13,6 @@ from grpo.server.monitor import Monitor
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.refusals import COMMIT_PATH, HEALTH_PATH, PAGE_PATH, WEIGHTS_PATH, ProtocolError
 
-_UPDATE_PATHS = (WEIGHTS_PATH, COMMIT_PATH)
 _OPEN_PATHS = (PAGE_PATH, HEALTH_PATH)  # without the token they tell nothing: an empty page, and "ok"
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 """a Host header that no other site's page can send: the name of its site could lead here (DNS rebinding)"""
@@ -63,7 +60,7 @@ class Service:
         if self.allows(headers.get("AUTHORIZATION", "")):
             if self.config.token is None and (refusal := _foreign(headers)) is not None:
                 return False, refusal
-            if path in _UPDATE_PATHS and self.config.update_folder is None:
+            if path in (WEIGHTS_PATH, COMMIT_PATH) and self.config.update_folder is None:
                 message = "this server takes no new weights: it runs without --update_folder"
                 return True, ProtocolError(403, "no_updates", message)
             return True, None
@@ -110,15 +107,12 @@ class Service:
         return self.monitor.summary(self.held())
 
     def status(self) -> dict:
-        """Return the numbers of the live page."""
         return {"health": self.current_info().to_dict(), **self.monitor.status(self.held())}
 
 
 def _foreign(headers: dict[str, str]) -> ProtocolError | None:
-    """Return the refusal of a request that another site's page may send, from a browser of this machine.
-
-    A browser always sends `Host`, and `Origin` with every request that could change something.
-    """
+    """Return the refusal of a request that another site's page may send, from a browser of this machine. A browser
+    always sends `Host`, and `Origin` with every request that could change something."""
     host, origin = headers.get("HOST", ""), headers.get("ORIGIN")
     if host and not _THIS_MACHINE.fullmatch(host):
         message = f"Host {host[:80]!r}: without a token ask this server as localhost, 127.0.0.1 or [::1]"

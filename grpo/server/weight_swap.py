@@ -5,8 +5,6 @@ scorer then copies it over the served weights, between two requests, so no answe
 second model. A file keeps the old weights: they are put back if nothing can be scored with the new ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
@@ -43,15 +41,12 @@ class Upload:
     received: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
     contents: WeightsFile | None = None  # the file's tensors, once its header is here
-    touched: float = 0.0
-    """time.monotonic() of the last piece that brought something new; infinite while the upload is held"""
+    touched: float = 0.0  # time.monotonic() of the last piece that brought something new; infinite while it is held
 
 
 class UploadSlot:
-    """The place of the one upload that a server accepts at a time. All methods may be called from any thread.
-
-    Another upload waits until this one is installed, or has received nothing new for `patience` seconds.
-    """
+    """The place of the one upload that a server accepts at a time. All methods may be called from any thread. Another
+    upload waits until this one is installed, or has received nothing new for `patience` seconds."""
 
     def __init__(self, folder: str, weights: dict[str, torch.Tensor], patience: float):
         self._folder, self._weights, self._patience = folder, weights, patience
@@ -61,14 +56,11 @@ class UploadSlot:
         self._installed = ""  # SHA-256 of the last upload that was installed
         self._lock = threading.Lock()
 
-    def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of an upload. Return how many bytes are here, from the first on without a gap.
-
-        Bytes that are here already are ignored: a piece may come twice, and an empty one asks where to continue.
-
-        Raises ProtocolError: 400 for a piece beyond the size, 409 for a gap, 422 for weights of another model, 503
-        while there is another upload or no room on the disk.
-        """
+    def add(self, query: Mapping[str, str], data: bytes) -> int:
+        """Keep a piece of an upload, which may come twice; an empty one asks where to continue. Returns how many bytes
+        are here, from the first on without a gap. Raises ProtocolError: 400 for a piece beyond the size, 409 for a gap,
+        422 for weights of another model, 503 while there is another upload or a full disk."""
+        piece = FilePart.of(query)
         if piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
         with self._lock:
@@ -92,10 +84,8 @@ class UploadSlot:
 
     @contextmanager
     def hold(self, sha256: str) -> Iterator[Upload]:
-        """Lend the complete upload, whose place no other takes meanwhile, to be installed; drop it after an error.
-
-        The file of an installed upload stays open: it is the caller's. Raises ProtocolError, 409, for a missing piece.
-        """
+        """Lend the complete upload, whose open file is then the caller's; drop it after an error. No other takes its
+        place meanwhile. Raises ProtocolError, 409, for a missing piece."""
         with self._lock:
             upload = self._upload
             if upload is None or (upload.sha256, upload.received) != (sha256, upload.size):
@@ -172,20 +162,12 @@ class WeightSwap:
     """Replaces the model's weights by uploaded ones. All methods may be called from any thread."""
 
     def __init__(
-        self,
-        queue: FairQueue,
-        model: PreTrainedModel,
-        inputs_fingerprint: str,
-        folder: str,
-        patience: float,
-        on_swap: Callable[[str, str], None],
+        self, queue: FairQueue, model: PreTrainedModel, inputs: str, folder: str, patience: float, on_swap: Callable
     ):
         """`folder` keeps an upload for `patience` seconds without a new piece. `on_swap` is called with the new
-        fingerprint and the SHA-256 of the file.
-
-        Raises ConfigError for a folder that cannot be written, an adapter, or a model that is not all in memory.
-        """
-        self._queue, self._model, self._inputs = queue, model, inputs_fingerprint
+        fingerprint and the SHA-256 of the file. Raises ConfigError for a folder that cannot be written, an adapter, or
+        a model that is not all in memory."""
+        self._queue, self._model, self._inputs = queue, model, inputs
         self._on_swap = on_swap
         self._weights = named_weights(model)
         self._committing = threading.Lock()
@@ -197,23 +179,15 @@ class WeightSwap:
             Path(folder).mkdir(parents=True, exist_ok=True)
             file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
             write_weights(Path(f"/dev/fd/{file.fileno()}"), self._weights)
-            self._kept = WeightsFile(file, os.fstat(file.fileno()).st_size)
-            """the served weights, for an exchange that has to be undone"""
+            self._kept = WeightsFile(file, os.fstat(file.fileno()).st_size)  # for an exchange that has to be undone
         except OSError as error:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
         self.uploads = UploadSlot(folder, self._weights, patience)
 
-    def add(self, query: Mapping[str, str], data: bytes) -> dict:
-        """Keep a piece of an upload; return how many bytes are here. Raises ProtocolError as UploadSlot.add does."""
-        return {"received": self.uploads.add(FilePart.of(query), data)}
-
     def commit(self, query: Mapping[str, str]) -> dict:
-        """Swap in the uploaded weights; return when that is done. A repeated commit does nothing.
-
-        Raises ProtocolError: 409 for another served model than the one to replace, a missing piece, or bytes that are
-        not the announced ones; 422 for weights of another model, not finite, or with which nothing can be scored; 503
-        when the server is ending.
-        """
+        """Swap in the uploaded weights; return when that is done. A repeated commit does nothing. Raises ProtocolError:
+        409 for another served model than the one to replace, a missing piece or a damaged file; 422 for weights of
+        another model, not finite, or of no use; 503 when the server is ending."""
         commit = Commit.of(query)
         with self._committing:
             served = self._queue.fingerprint

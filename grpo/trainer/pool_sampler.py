@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.client.base import BETWEEN_LINES, FIRST_LINE
+from grpo.client.reference import BETWEEN_LINES, FIRST_LINE
 from grpo.client.server_errors import RequestFailure, ServerError, ServersLost
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig

@@ -11,8 +11,6 @@ their own. It kills them all when the worker ends, or when its standard input cl
 ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -34,11 +32,12 @@ def run_worker(descriptor: int) -> None:
     # The deepspeed launcher sends SIGTERM to every process below it while the trainer still has a step to finish. A
     # handler, not SIG_IGN: processes that the user's code starts would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    _prctl(_SET_CHILD_SUBREAPER, 1)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if worker := os.fork():
         os.close(descriptor)
         _guard(worker)
-    _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # foreign code may kill the guard
+    prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # foreign code may kill the guard
     os.setsid()
     sys.stdout.reconfigure(line_buffering=True)  # show what a function printed before it hung
     # Code that reads input must neither wait for it nor read the guard's.
@@ -85,28 +84,18 @@ def _guard(worker: int) -> NoReturn:
         os.killpg(worker, signal.SIGKILL)  # the group at once, before any of it can start more
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     # Processes in other sessions are left. The children of a killed process become children of this one.
-    while any([_kill(child) for child in _list_children()]):
+    while _kill_children():
         os.waitpid(-1, 0)
     os._exit(128 - code if code < 0 else code)
 
 
-def _list_children() -> list[int]:
-    children = []
+def _kill_children() -> bool:
+    """Kill all children of this process but another user's, such as a program with the set-user-ID bit; tell whether
+    there were any."""
+    killed = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # the process may have ended
             if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                children.append(int(name))
-    return children
-
-
-def _kill(process: int) -> bool:
-    """Kill a process; return False if it is another user's, such as a program with the set-user-ID bit."""
-    try:
-        os.kill(process, signal.SIGKILL)
-    except PermissionError:
-        return False
-    return True
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+                os.kill(int(name), signal.SIGKILL)
+                killed = True
+    return killed

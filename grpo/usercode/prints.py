@@ -1,7 +1,5 @@
 """Shows the prints of the user's code, up to a limit per batch, and counts the rest: a log must not fill the disk."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import logging
@@ -53,9 +51,8 @@ class Prints:
             dropped, self._left, self._dropped = self._dropped, SHOWN_CHARACTERS, 0
         if dropped:
             # An error: ranks other than the first show no warnings.
-            log.error(
-                "reward functions and tools printed %d more characters for this batch: they are left out", dropped
-            )
+            message = "reward functions and tools printed %d more characters for this batch: they are left out"
+            log.error(message, dropped)
 
     def write(self, text: str, stream: TextIO) -> None:
         """Write the part of the text within the limit."""

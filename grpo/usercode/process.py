@@ -5,8 +5,6 @@ process is killed, with all its descendants, and replaced. `multiprocessing` wou
 torch and DeepSpeed, into each of them. Their side is grpo/usercode/child.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -22,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo.config.errors import RewardError
 from grpo.usercode.prints import PRINTS
@@ -44,20 +42,16 @@ class UserProcess:
     """A process that answers one task at a time. A new process replaces one that is lost."""
 
     def __init__(self, make_service: Callable, arguments: tuple, names: Sequence[str], folder: str):
-        """Start a process that imports `make_service`, and calls it with `arguments`; its object has `answer`.
-
-        `names`: the user's names of the code, for messages; `folder`: the working directory of all replacements.
-        """
+        """Start a process that imports `make_service`, and calls it with `arguments`; its object has `answer`. `names`:
+        the user's names of the code, for messages; `folder`: the working directory of all replacements."""
         self._service, self._names, self._folder = pickle.dumps((make_service, arguments)), names, folder
         self._calls = 0
         self._is_ended = False
         self._start()
 
     def call(self, task: tuple, seconds: float) -> dict[str, Any]:
-        """Return the service's reply to a task.
-
-        Raises CallLost if none comes in time, RewardError if no process starts, CancelledError after `end`.
-        """
+        """Return the service's reply to a task. Raises CallLost if none comes in time, RewardError if no process
+        starts, CancelledError after `end`."""
         if not self._ready:
             self._wait_ready()
         self._calls += 1
@@ -193,14 +187,9 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-_Result = TypeVar("_Result")
-
-
 class ProcessPool:
-    """Processes of one service, started when needed, and `threads` that wait for calls.
-
-    A program closes it before its end, or Python waits for the running calls.
-    """
+    """Processes of one service, started when needed, and `threads` that wait for calls. A program closes it before its
+    end, or Python waits for the running calls."""
 
     def __init__(self, service: tuple[Callable, tuple, Sequence[str]], timeout: float, threads: int, started: int = 0):
         """`service`: the first arguments of UserProcess; `timeout`: seconds of a call; `started`: processes to start
@@ -213,7 +202,7 @@ class ProcessPool:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="user's code")
         self._is_closed = False
 
-    async def run(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
+    async def run(self, call: Callable, *arguments: Any) -> Any:
         """Make a blocking call in one of the threads."""
         return await asyncio.wrap_future(self._threads.submit(call, *arguments))
 

@@ -14,18 +14,15 @@ class ModelInfo:
     """A description of a model. The trainer compares that of its policy with that of the reference."""
 
     name: str = ""  # hub id or folder that the model was loaded from
-    fingerprint: str = ""
-    """fingerprint of the configuration, the tokenizer and a sample of the weights: equal when the models are"""
+    fingerprint: str = ""  # of configuration, tokenizer and a sample of the weights: equal when the models are
     tokenizer_fingerprint: str = ""  # fingerprint of the vocabulary: equal when token ids mean the same
-    config_fingerprint: str = ""
-    """fingerprint of the configuration: models of an equal one can take each other's weights"""
+    config_fingerprint: str = ""  # of the configuration: models of an equal one can take each other's weights
     vocab_size: int = 0
     max_length: int = 0  # tokens of the longest sequence that the model takes, or that the server allows it
     dtype: str = ""
     device: str = ""
     quantization: str = "none"  # how the weights are stored: none, 8bit or 4bit
-    processor_fingerprint: str = ""
-    """fingerprint of the picture processor: equal when pixels and picture tokens are; empty for a model of text"""
+    processor_fingerprint: str = ""  # equal when pixels and picture tokens are; empty for a model of text
 
     @property
     def inputs_fingerprint(self) -> str:
@@ -33,8 +30,7 @@ class ModelInfo:
         return self.tokenizer_fingerprint + self.processor_fingerprint
 
 
-_SENT = {"name": "model", "fingerprint": "model_fingerprint"}
-"""fields of ModelInfo that have another name in the answer"""
+_SENT = {"name": "model", "fingerprint": "model_fingerprint"}  # fields of ModelInfo with another name in the answer
 
 
 @dataclass(frozen=True)
@@ -57,10 +53,8 @@ class ServerInfo:
 
     @classmethod
     def from_json(cls, body: bytes) -> ServerInfo:
-        """Read the flat object; ignore unknown fields, and give missing ones their defaults.
-
-        Raises ValueError for a body that is not a version 1 health answer.
-        """
+        """Read the flat object; ignore unknown fields, and give missing ones their defaults. Raises ValueError for a
+        body that is not a version 1 health answer."""
         fields = json.loads(body)
         if not isinstance(fields, dict) or fields.get("version") != VERSION or "status" not in fields:
             raise ValueError(f"not a version {VERSION} reference server: {body[:200]!r}")

@@ -3,8 +3,6 @@
 A wrong value is refused with ProtocolError, 400: the field's name, the value, and the remedy.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import fields
@@ -73,11 +71,8 @@ def read_ints(name: str, value: object) -> list[int]:
 
 
 def find_unrecordable(value: Any, deepest: int) -> str:
-    """Return the fault of a JSON value that no record of a run can hold; "" if there is none.
-
-    Python cannot copy more than `deepest` lists and objects within each other, and other readers refuse some of the
-    values that Python's json takes.
-    """
+    """Return the fault of a JSON value that no record of a run can hold; "" if there is none: Python cannot copy more
+    than `deepest` lists and objects within each other, and other readers refuse values that Python's json takes."""
     depth, level = 0, [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
         depth += 1

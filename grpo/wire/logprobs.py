@@ -21,8 +21,7 @@ from grpo.wire.refusals import VERSION, ProtocolError, check_name, check_number,
 from grpo.wire.tensors import int32, read_tensors, uint8
 
 MOST_PICTURES = 256  # most pictures of a request
-MOST_PIXELS_IN_ALL = 1 << 28
-"""most pixels of a request's pictures together: four of the largest (grpo/wire/picture_files.py)"""
+MOST_PIXELS_IN_ALL = 1 << 28  # of a request: four of the largest pictures (grpo/wire/picture_files.py)
 
 _SEQUENCES = ("input_ids", "prompt_lengths", "completion_lengths")
 _PICTURES = ("pictures", "picture_lengths", "picture_counts")
@@ -37,24 +36,18 @@ class LogprobsRequest:
     completion_lengths: np.ndarray  # int32 [S], each at least 0
     temperature: float = 1.0
     request_id: str = ""
-    client: str = ""
-    """name under which the request takes its turn, shared by all requests of it; empty means the sender's address"""
-    pictures: Sequence[tuple[bytes, ...]] = ()
-    """the pictures of each sequence's prompt, encoded; empty for a request without pictures"""
+    client: str = ""  # name under which all requests of a client take turns; empty means the sender's address
+    pictures: Sequence[tuple[bytes, ...]] = ()  # of each sequence's prompt, encoded; empty without pictures
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, request_id="", client=""):
         """Make a request of the completions of one prompt, which may be a PicturedPrompt."""
-        pictures = pictures_of(prompt_ids)
-        return cls(
-            np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions]),
-            np.full(len(completions), len(prompt_ids), np.int32),
-            np.asarray([len(completion) for completion in completions], np.int32),
-            temperature,
-            request_id,
-            client,
-            [pictures] * len(completions) if pictures else (),
-        )
+        count, pictures = len(completions), pictures_of(prompt_ids)
+        ids = np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions])
+        prompt_lengths = np.full(count, len(prompt_ids), np.int32)
+        lengths = np.asarray([*map(len, completions)], np.int32)
+        repeated = [pictures] * count if pictures else ()
+        return cls(ids, prompt_lengths, lengths, temperature, request_id, client, repeated)
 
     @classmethod
     def joined(cls, requests: Sequence[LogprobsRequest]):
@@ -68,9 +61,7 @@ class LogprobsRequest:
 
     def sequences(self) -> list[tuple[np.ndarray | PicturedPrompt, np.ndarray]]:
         """Return (prompt ids, completion ids) of each sequence, in order; a prompt with pictures is a PicturedPrompt.
-
-        Successive sequences of an equal prompt share its PicturedPrompt.
-        """
+        Successive sequences of an equal prompt share its PicturedPrompt."""
         ends = np.cumsum(self.prompt_lengths.astype(np.int64) + self.completion_lengths)
         whole = np.split(self.input_ids, ends[:-1])
         sequences = [(ids[:n], ids[n:]) for ids, n in zip(whole, self.prompt_lengths, strict=True)]
@@ -94,25 +85,22 @@ class LogprobsAnswer:
 
 
 def encode_request(request: LogprobsRequest) -> bytes:
-    """Return the body of a request."""
     tensors = {name: getattr(request, name) for name in _SEQUENCES} | _encode_pictures(request)
     names = {"request_id": request.request_id, "client": request.client}
     return save(tensors, {"temperature": repr(float(request.temperature)), **names})
 
 
+# A number without a sign, as JSON writes it (RFC 8259, section 6).
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-"""a number without a sign, as JSON writes it (RFC 8259, section 6)"""
 _LOWEST_TEMPERATURE = 1e-6  # lowest temperature; far below it, logits / temperature overflow float32
 
 
 def decode_request(
     body: bytes, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
-    """Read the body of a request, and check it in full; of pictures read only the headers.
-
-    Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES
-    in all, 422 for a sequence longer than `max_length` tokens or pictures of too many pixels.
-    """
+    """Read the body of a request, and check it in full; of pictures read only the headers. Raises ProtocolError: 400
+    for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES in all, 422 for a sequence
+    longer than `max_length` tokens or pictures of too many pixels."""
     tensors, metadata = read_tensors(body)
     ids, prompts, completions = (int32(tensors, name) for name in _SEQUENCES)
     if unknown := tensors.keys() - {*_SEQUENCES, *_PICTURES}:
@@ -201,7 +189,6 @@ def _check_files(files: list[bytes]) -> None:
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:
-    """Return the body of a 200 answer."""
     metadata = {"request_id": answer.request_id, "model_fingerprint": answer.model_fingerprint}
     return save({"logprobs": answer.logprobs}, metadata)
 

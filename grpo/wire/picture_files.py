@@ -1,7 +1,5 @@
 """A prompt with pictures: its token ids, and the encoded pictures that some of the ids stand for."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +15,12 @@ from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
-SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpg": b"\xff\xd8\xff"}
-"""the first bytes of the kinds of files that pictures are sent as, by suffix"""
+SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpg": b"\xff\xd8\xff"}  # the first bytes of a picture's file, by suffix
 
 
 class PicturedPrompt(Sequence[int]):
-    """Token ids, to be used as a list of them, with the pictures in their order in the prompt.
-
-    A picture is the bytes of a PNG or JPEG file: small, and the same on both sides of the wire. The model's own
-    processor turns it into pixels (grpo/model/pictures.py).
-    """
+    """Token ids, to be used as a list of them, with the pictures in their order in the prompt, each the bytes of a PNG
+    or JPEG file, which the model's own processor turns into pixels (grpo/model/pictures.py)."""
 
     def __init__(self, ids: Sequence[int] | np.ndarray, pictures: Sequence[bytes]):
         self._ids = np.asarray(ids, np.int32)
@@ -78,8 +72,7 @@ MOST_PIXELS = 1 << 26  # most pixels of a picture: a square of 8,192; decoded it
 _MOST_READS = 1 << 17
 """most times that Pillow may read from a file: enough for a PNG of 64 MiB in chunks of 8 KiB. Of a file of empty chunks
 it would keep millions, a hundred bytes each"""
-_MOST_SCANS = 200
-"""most scans of a progressive JPEG, an honest one has about ten: each takes as long as the whole picture"""
+_MOST_SCANS = 200  # of a progressive JPEG, an honest one has about ten: each takes as long as the whole picture
 _PIXELS_PER_BYTE = 512
 """most pixels of a JPEG for each of its bytes: a block of 8 x 8 has a bit at least. libjpeg fills the rest of a shorter
 file with grey, so that a file of a kilobyte would cost as much as the largest picture"""
@@ -109,19 +102,14 @@ class _File(BytesIO):
 
 
 def check_picture(data: bytes) -> tuple[int, int]:
-    """Return (width, height) of a picture's header, without decoding a pixel.
-
-    Raises PictureError for a file that is no PNG or JPEG, is animated, or has more than MOST_PIXELS pixels. A file
-    whose end is missing or damaged passes: `open_picture` finds that.
-    """
+    """Return (width, height) of a picture's header. Raises PictureError for a file that is no PNG or JPEG, is animated,
+    or has more than MOST_PIXELS pixels. One whose end is missing or damaged passes: `open_picture` finds that."""
     return _read_header(data).size
 
 
 def open_picture(data: bytes) -> Image:
-    """Return a picture decoded to RGB, and turned as its camera was held, as transformers' `load_image` does.
-
-    Raises PictureError: as `check_picture`, and for a file that is cut off or damaged.
-    """
+    """Return a picture decoded to RGB, and turned as its camera was held, as transformers' `load_image` does. Raises
+    PictureError: as `check_picture`, and for a file that is cut off or damaged."""
     picture = _read_header(data)
     with _refused_damage():
         ImageOps.exif_transpose(picture, in_place=True)

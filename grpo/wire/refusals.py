@@ -1,7 +1,5 @@
 """The protocol's version, its paths and content types, and the refusals that a server answers with."""
 
-from __future__ import annotations
-
 import json
 import re
 

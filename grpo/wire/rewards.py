@@ -15,8 +15,7 @@ from grpo.wire.refusals import HALF_PAIR, ProtocolError, check_number, malformed
 
 Message = dict[str, str]  # a message of a chat: its role (system, user or assistant) and its content
 Input = str | list[Message]  # a text, scored as it is, or a chat, made a text by the reward model's own template
-_MOST_MESSAGES = 65_536
-"""most messages of all chats of a request: sixteen for each chat that a request may have by default, some 20 MB"""
+_MOST_MESSAGES = 65_536  # of a request: sixteen for each chat that it may have by default, some 20 MB
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,8 @@ class RewardRequest:
 
     @classmethod
     def from_json(cls, body: bytes, max_sequences: int) -> RewardRequest:
-        """Read the body of a request, and check it in full.
-
-        Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs or far too many
-        messages.
-        """
+        """Read the body of a request, and check it in full. Raises ProtocolError: 400 for anything malformed, 413 for
+        more than `max_sequences` inputs or far too many messages."""
         _check_size(body)
         request = read_fields(cls, read_json(body))
         check_text("request_id", request.request_id)
@@ -44,24 +40,17 @@ class RewardRequest:
         if not (isinstance(request.inputs, list) and request.inputs):
             raise malformed("inputs should be a list of at least one text or chat")
         check_number("sequences", len(request.inputs), max_sequences)
-        messages = 0
         for place, item in enumerate(request.inputs):
-            if isinstance(item, list):
-                messages += len(item)
-                is_input = bool(item) and all(map(_is_message, item))
-            else:
-                is_input = _is_text(item)
-            if not is_input:
+            if not (_is_text(item) or (isinstance(item, list) and item and all(map(_is_message, item)))):
                 raise malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')
+        messages = sum(len(item) for item in request.inputs if isinstance(item, list))
         check_number("messages", messages, _MOST_MESSAGES)
         return request
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse JSON of more values than any request has, before it is read.
-
-    As a tree a stranger's JSON takes 25 times its size, and every other thread waits while the tree is built.
-    """
+    """Refuse JSON of more values than any request has, before it is read. As a tree a stranger's JSON takes 25 times
+    its size, and every other thread waits while the tree is built."""
     texts = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if texts.count(b'"') <= 10 * _MOST_MESSAGES:  # a message has four texts: eight quotes
         outside = b"".join(texts.split(b'"')[::2])

@@ -14,8 +14,8 @@ from grpo.wire.json_fields import check_hex
 from grpo.wire.refusals import malformed, refuse_doubles
 
 LONGEST_HEADER = 64 << 10
-"""most bytes of the header of a request or an answer: an honest one has less than 2,000. JSON takes many times its size
-in memory, and every other thread waits while it is parsed."""
+"""most bytes of the header of a body, an honest one has less than 2,000: JSON takes many times its size in memory, and
+every other thread waits while it is parsed"""
 
 
 class HeaderError(ValueError):
@@ -36,10 +36,8 @@ class Entry:
 
 
 def data_begins(first: bytes, size: int, longest: int) -> int:
-    """Return at which byte the tensors begin, from the first eight of `size` bytes.
-
-    Raises HeaderError for a header of more than `longest` or `size` bytes.
-    """
+    """Return at which byte the tensors begin, from the first eight of `size` bytes. Raises HeaderError for a header of
+    more than `longest` or `size` bytes."""
     length, limit = int.from_bytes(first, "little"), max(0, min(longest, size - 8))
     if length > limit:
         raise HeaderError(f"not safetensors: a header of {length} bytes; {limit} are the most")
@@ -47,10 +45,8 @@ def data_begins(first: bytes, size: int, longest: int) -> int:
 
 
 def read_header(text: bytes, size: int, widths: Mapping[str, int]) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors and the metadata of a header, checked in full, or raise HeaderError.
-
-    `size` is the number of bytes of the whole file, `widths` the bytes of a value of each allowed dtype.
-    """
+    """Return the tensors and the metadata of a header, checked in full, or raise HeaderError. `size` is the number of
+    bytes of the whole file, `widths` the bytes of a value of each allowed dtype."""
     try:
         header = json.loads(text.decode(), object_pairs_hook=refuse_doubles)
         json.dumps(header, ensure_ascii=False).encode()  # raises for half of a surrogate pair

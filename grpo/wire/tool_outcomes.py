@@ -20,11 +20,8 @@ DEEPEST_ARGUMENTS = 50
 """most lists and objects within each other in a call's arguments: reward functions get a copy of the messages, which
 takes Python several calls a level"""
 _DEEPEST_MESSAGES = DEEPEST_ARGUMENTS + 5  # the messages, one of them, its calls, one of them, its function
-SETTINGS = (
-    *("max_turns", "max_tool_calling_iterations", "max_tool_response_length", "tool_call_parser"),
-    "chat_template_kwargs",
-)
-"""the settings of a run that its workers take over: fields of RunTools"""
+_LIMITS = ("max_turns", "max_tool_calling_iterations", "max_tool_response_length")
+SETTINGS = (*_LIMITS, "tool_call_parser", "chat_template_kwargs")  # those of a run that its workers take over
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,8 @@ class Outcome:
     """the completion as chat messages, as a chat template takes them: of the assistant, perhaps with `tool_calls`, of
     role `tool`, and of the user where an environment answers in its own words. Each has a `content`, perhaps ''"""
     tool_calls: int = 0
-    tool_failures: int = 0
-    """those of the calls that failed: malformed, of no such tool, with other arguments, raised, too slow"""
-    rewards: dict[str, float] = field(default_factory=dict)
-    """rewards of the environment, by the name that they are logged under"""
+    tool_failures: int = 0  # of the calls: malformed, of no such tool, with other arguments, raised, too slow
+    rewards: dict[str, float] = field(default_factory=dict)  # of the environment, by the name in the log
 
     def to_json(self) -> bytes:
         """Return it as JSON. A reward of NaN is null."""
@@ -88,9 +83,7 @@ class RunTools:
         cls, schemas: Sequence[dict[str, Any]] | None, environment: str | None, rewards: Sequence[str], **settings: Any
     ) -> RunTools:
         """Describe functions by their JSON schemas, and an environment by its setting, path/to/file.py:Class.
-
-        `settings` are those that SETTINGS names.
-        """
+        `settings` are those that SETTINGS names."""
         schemas = [*(schemas or [])]
         names = [schema["function"]["name"] for schema in schemas]
         digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
@@ -110,7 +103,7 @@ class RunTools:
         check_text("tool_call_parser", turns.tool_call_parser)
         if turns.environment is not None:
             check_text("environment", turns.environment)
-        for name in ("max_turns", "max_tool_calling_iterations", "max_tool_response_length"):
+        for name in _LIMITS:
             if (value := getattr(turns, name)) is not None or name == "max_tool_response_length":
                 check_int(name, value, least=1)
         if not isinstance(turns.chat_template_kwargs, dict | None):
@@ -120,9 +113,7 @@ class RunTools:
 
 def cut_segments(ids: Sequence[int], drawn: Sequence[bool] | None) -> list[tuple[bool, list[int]]]:
     """Cut a completion into (whether the policy drew it, ids) of each turn, of the policy or of an answer to it.
-
-    `drawn` has for each id whether the policy drew it; None is all of them.
-    """
+    `drawn` has for each id whether the policy drew it; None is all of them."""
     if drawn is None:
         return [(True, [*ids])]
     parts = groupby(zip(drawn, ids, strict=True), key=itemgetter(0))

@@ -1,8 +1,6 @@
 """The interface of every engine, which draws completions for grpo/workers/loop.py, and what engines share: completions
 of several segments, each drawn in its own request."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable
@@ -12,6 +10,8 @@ from typing import Protocol
 
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
 from grpo.workers.worker_tools import WorkerTools
+
+Segment = tuple[list[int], list[float], list[int]]  # the ids drawn in one request, their log-probs and versions
 
 
 class EngineError(Exception):
@@ -28,51 +28,33 @@ class Engine(Protocol):
     card: str  # the name of its GPU, or CPU, for the pool's page; "" until it is known
     capacity: int  # groups that it draws at a time; known after `start`
     loads_in_flight: bool
-    """whether `load` and `logprobs` may be called while it draws: the new weights draw the rest of each completion;
-    known after `start`"""
+    """whether `load` and `logprobs` may be called while it draws, and the rest is by the new weights; as `capacity`"""
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model of a folder, the policy's `version`: its configuration, tokenizer and model.safetensors, and
         for a run with `base_weights` the adapter in folder/adapter. `turns` answer the policy in each completion.
-
-        `close` comes before a second `start`, which may have another folder's weights but never another run.
-        """
-        ...
+        `close` comes before a second `start`, which may have another folder's weights but never another run."""
 
     def load(self, folder: Path, version: int) -> None:
         """Draw from now on with the weights of the folder's versions_file. No `draw` runs, but with loads_in_flight."""
-        ...
 
     def logprobs(self, probe: Probe) -> list[float]:
         """Return the log-prob of each of the probe's completion ids, at temperature 1. `draw` as for `load`."""
-        ...
 
     def draw(self, task: Task) -> GroupResult:
-        """Draw a group's completions, and say which version drew each token.
-
-        Up to `capacity` threads call it at a time. It raises RewardError too, if the run's environment fails.
-        """
-        ...
+        """Draw a group's completions, and say which version drew each token. Up to `capacity` threads call it at a
+        time. It raises RewardError too, if the run's environment fails."""
 
     def close(self) -> None:
-        """End. Any number of times, from any thread, and before `start` too.
-
-        A `draw` that runs ends soon, perhaps with an EngineError.
-        """
-        ...
+        """End: any number of times, from any thread, before `start` too. A `draw` ends soon, perhaps by EngineError."""
 
 
 def draw_in_turns(
-    turns: WorkerTools,
-    run: RunInfo,
-    task: Task,
-    draw_segment: Callable[[list[int], int], tuple[list[int], list[float], list[int]]],
+    turns: WorkerTools, run: RunInfo, task: Task, draw_segment: Callable[[list[int], int], Segment]
 ) -> GroupResult:
     """Draw a group whose completions have several segments, each completion in a thread: none waits for another's.
-
     `draw_segment(ids, room)` draws at most `room` tokens after these ids, up to an eos, and returns their ids,
-    log-probs and versions. Raises what it raises, or an answer: RewardError where an environment fails.
-    """
+    log-probs and versions. Raises what it raises, and RewardError where an environment fails."""
     example, failed = turns.make_example(task), threading.Event()
 
     def draw_completion(place: int) -> list:

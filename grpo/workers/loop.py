@@ -5,8 +5,6 @@ groups, others send them, so that a slow pool holds no engine up, and one renews
 failure in one of them ends `run`, or starts the engine again.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import secrets
@@ -41,19 +39,16 @@ _UPLOADS = 4  # threads; each sends one group
 
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
-    """Prove that the engine has a version: it gives a sequence the log-probs that the trainer gave it.
-
-    Return their mean difference, in nats a token. Raises EngineError if it is too large, or NaN.
-    """
+    """Prove that the engine gives a version's probe the trainer's log-probs; return the mean distance in nats a token.
+    Raises EngineError if it is too large, or NaN."""
     pairs = zip(engine.logprobs(version.probe), version.probe.logprobs, strict=True)
     difference = statistics.fmean(abs(mine - theirs) for mine, theirs in pairs)
     # Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6.
     most = 1e-3 if dtype == "float32" else 0.15
     if not difference <= most:
-        raise EngineError(
-            f"version {version.version}: the engine's log-probs are {difference:.2g} nats a token from the trainer's, "
-            f"and {most:g} are the most: it does not have these weights"
-        )
+        distance = f"{difference:.2g} nats a token from the trainer's, and {most:g} are the most"
+        fault = f"the engine's log-probs are {distance}: it does not have these weights"
+        raise EngineError(f"version {version.version}: {fault}")
     return difference
 
 
@@ -61,7 +56,6 @@ class GenerationWorker:
     """A worker of a pool. `run` in one thread, `stop` and `close` from any."""
 
     def __init__(self, config: WorkerConfig, engine: Engine, folder: Path, stop: threading.Event | None = None):
-        """Raises ServerError if `ref_ca_file` holds no certificate."""
         # Another name for each process: the pool may have suspended an earlier one of this machine.
         self.name = f"{config.name} #{secrets.token_hex(4)}"
         self.stop = stop or threading.Event()
@@ -89,11 +83,8 @@ class GenerationWorker:
         self._drawn: deque[tuple[float, int]] = deque()  # time and tokens of the last minute's groups
 
     def run(self) -> None:
-        """Draw until `stop` is set.
-
-        Raises ServerError, WorkerFailed, RewardError if the run's environment fails, and ConfigError if its tools and
-        environment differ from the run's.
-        """
+        """Draw until `stop` is set. Raises ServerError, WorkerFailed, RewardError from the run's environment,
+        ConfigError for another environment."""
         try:
             self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
             log.info("%s: run %s", self._client.url, self._run.name)
@@ -184,8 +175,6 @@ class GenerationWorker:
         if self._failure:
             raise self._failure
 
-    # Versions and the engine
-
     def _has_newest(self) -> bool:
         return self._newest is None or self._has(*self._newest)
 
@@ -204,10 +193,8 @@ class GenerationWorker:
         return version is not None
 
     def _use(self, version: Version) -> None:
-        """Load the folder's weights into the engine, and prove them; restart the engine if it fails.
-
-        Raises WorkerFailed after MOST_RESTARTS.
-        """
+        """Load the folder's weights into the engine, and prove them; restart the engine if it fails. Raises
+        WorkerFailed after MOST_RESTARTS."""
         while True:
             if self._engine_error is not None:
                 self._restart(self._engine_error)
@@ -241,8 +228,6 @@ class GenerationWorker:
         self._wait_until_idle()
         self._is_started, self._engine_error = False, None
         self._pause(RESTART_PAUSE)
-
-    # Tasks
 
     def _lease(self, room: int, wait: float) -> LeaseReply:
         """Ask for tasks, renew the leases, and hold the new tasks. Raises WorkerFailed if the pool has another run."""

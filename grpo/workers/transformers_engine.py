@@ -4,8 +4,6 @@ It draws one group at a time. The last bits of log-probs depend on the other seq
 on the task alone, whichever worker draws it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,10 +73,9 @@ class TransformersEngine:
     def draw(self, task: Task) -> GroupResult:
         run, turns = self._run, self._turns
         example = Example(task.group, "", task.prompt_ids, {}) if turns is None else turns.make_example(task)
+        seed = run.seed + (task.attempt << 32)
         with _failures():
-            (rollouts,) = self._sampler.sample(
-                [example], run.num_generations, run.temperature, run.seed + (task.attempt << 32), ids=[task.group]
-            )
+            (rollouts,) = self._sampler.sample([example], run.num_generations, run.temperature, seed, ids=[task.group])
         ids = [rollout.completion_ids for rollout in rollouts]
         logprobs = [rollout.sampling_logprobs for rollout in rollouts]
         versions = [[self._version] * len(row) for row in ids]

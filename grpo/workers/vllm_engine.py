@@ -5,8 +5,6 @@ log-probs out), new weights go in by the routes that VLLM_SERVER_DEV_MODE opens.
 does wrong on the way, and the remedies.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -24,7 +22,7 @@ from typing import Any
 from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
-from grpo.workers.engine import EngineError, draw_in_turns
+from grpo.workers.engine import EngineError, Segment, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 from grpo.workers.worker_tools import WorkerTools
@@ -43,11 +41,8 @@ class VllmEngine:
     loads_in_flight = True
 
     def __init__(self, command: Sequence[str], log: Path, arguments: Sequence[str] = (), stall_seconds: float = 120.0):
-        """`command` starts the server: `[python, *SERVER]`.
-
-        `arguments` follow ours, and so replace them. `log` gets the server's output. A server that draws is killed
-        after `stall_seconds` without a token.
-        """
+        """`command` starts the server: `[python, *SERVER]`; `arguments` follow ours, and replace them; `log` gets the
+        server's output. A server that draws is killed after `stall_seconds` without a token."""
         self.card = ""
         self.capacity = 1
         self._command, self._arguments, self._log = [*command], [*arguments], log
@@ -144,10 +139,7 @@ class VllmEngine:
         segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)
         return GroupResult(*task.key, *map(list, zip(*segments, strict=True)))
 
-    def _draw_segments(
-        self, prompt: list[int], count: int, longest: int, version: int
-    ) -> list[tuple[list[int], list[float], list[int]]]:
-        """Draw so many continuations of ids: the ids of each, their log-probs, and which version drew each."""
+    def _draw_segments(self, prompt: list[int], count: int, longest: int, version: int) -> list[Segment]:
         run = self.run
         parameters = {
             "n": count,
@@ -175,10 +167,8 @@ class VllmEngine:
             reasons = {choice["finish_reason"] for choice in choices}
         drew = {*chain(*versions)}
         if not (run.in_flight_weight_updates or drew == {version}) or not reasons <= {"stop", "length"}:
-            raise EngineError(
-                f"/inference/v1/generate: completions of weights {sorted(drew)} that ended by {sorted(reasons)}, "
-                f"instead of {version} by stop or length"
-            )
+            reason = f"completions of weights {sorted(drew)} that ended by {sorted(reasons)}"
+            raise EngineError(f"/inference/v1/generate: {reason}, instead of {version} by stop or length")
         checked = [[self._checked(value) for value in values] for values in logprobs]
         return [*zip(completions, checked, versions, strict=True)]
 
@@ -221,17 +211,14 @@ def card_name() -> str:
         return "CPU"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
     try:
-        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
         return "CPU"
-    return names[0] if names else "CPU"
 
 
 def _environment(has_adapter: bool) -> dict[str, str]:
-    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM.
-
-    Also without the growing segments of grpo/__init__.py: vLLM's own all-reduce cannot share memory that grows.
-    """
+    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM. Also
+    without the growing segments of grpo/__init__.py: vLLM's own all-reduce cannot share memory that grows."""
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop(TOKEN_VARIABLE, None)
     for name in ALLOCATOR:

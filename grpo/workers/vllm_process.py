@@ -1,7 +1,5 @@
 """vLLM's server as a process of this machine: started, watched while it starts, and ended with the worker."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -37,11 +35,8 @@ _CONSEQUENCES = re.compile(r"EngineDeadError|Engine core init|Engine core proc|W
 
 class VllmServer:
     """vLLM's server in a process group of its own, on a free port of 127.0.0.1, and the guard that ends it with the
-    worker. Any thread may call all methods.
-
-    The kernel could tell only the server of the worker's death (PR_SET_PDEATHSIG), and not vLLM's processes below it,
-    which would keep the card's memory.
-    """
+    worker: the kernel would tell only the server of the worker's death (PR_SET_PDEATHSIG), and not vLLM's processes
+    below it, which would keep the card's memory. Any thread may call all methods."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
         """Start `command` with --host and --port; its output is added to `log`."""
@@ -50,22 +45,12 @@ class VllmServer:
         self._lock, self._has_group, self._ended_by_us = threading.Lock(), True, ""
         self._log_begins = log.stat().st_size if log.exists() else 0
         # The guard outlives the worker by seconds, and so must not hold the worker's output open.
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._guard = subprocess.Popen(["sh", "-c", _GUARD], start_new_session=True, **streams)
+        command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         with open(log, "ab") as output:
-            self._server = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            self._server = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         self._guard.stdin.write(b"%d\n" % self._server.pid)
         self._guard.stdin.flush()
 
@@ -99,10 +84,8 @@ class VllmServer:
         raise EngineError(self._describe_end() if self.has_ended(3.0) else f"{path}: {failure}; its log is {self._log}")
 
     def count_tokens(self) -> float | None:
-        """Return how many tokens the server has read and drawn; None if it does not answer.
-
-        NaN, which differs from itself, if it does not count them (--disable-log-stats).
-        """
+        """Return how many tokens the server has read and drawn; None if it does not answer. NaN, which differs from
+        itself, if it does not count them (--disable-log-stats)."""
         try:
             lines = self._request("GET", "/metrics", 10.0).text.splitlines()
         except requests.RequestException:

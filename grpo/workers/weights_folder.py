@@ -3,8 +3,6 @@
 Of a run that trains an adapter a version is the adapter's weights alone; the base under it comes once.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -36,24 +34,19 @@ _Value = TypeVar("_Value")
 
 
 class ModelFolder:
-    """A folder with a model for an engine: configuration, tokenizer and `model.safetensors`.
-
-    That file has a version's weights, or the base of an adapter which the folder `adapter` has.
-    """
+    """A folder with a model for an engine: configuration, tokenizer and `model.safetensors`. That file has a version's
+    weights, or the base of an adapter which the folder `adapter` has."""
 
     def __init__(self, folder: Path, client: PoolClient, patience: Retrier):
         self.path = folder / "model"
         self._folder, self._client, self._patience = folder, client, patience
         self.path.mkdir(exist_ok=True)
         self._weights = self.path / WEIGHTS
-        self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""
-        """SHA-256 of the weights in the folder; "" without any"""
+        self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""  # of the weights in the folder
 
     def bring_model(self, run: RunInfo) -> None:
         """Fetch what all versions share: the folder's other files, in place of those there, and an adapter's base.
-
-        Raises as `bring`.
-        """
+        Raises as `bring`."""
         self._try_again(lambda: self._bring_model(run))
 
     def _bring_model(self, run: RunInfo) -> None:
@@ -80,10 +73,8 @@ class ModelFolder:
             self._weights, self.sha256 = self.path / ADAPTER_WEIGHTS, ""  # from now on versions are the adapter's
 
     def bring(self, number: int, sha256: str) -> Version | None:
-        """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
-
-        Return None if the pool has dropped the version. Raises ServerError, WorkerFailed, and as Retrier.
-        """
+        """Bring a version with these weights, by the shortest chain of deltas or as a whole file. Return None if the
+        pool has dropped the version. Raises ServerError, WorkerFailed, and as Retrier."""
         return self._try_again(lambda: self._bring(number, sha256))
 
     def _bring(self, number: int, sha256: str) -> Version | None:
@@ -123,18 +114,14 @@ class ModelFolder:
         return path.stat().st_size
 
     def _try_again(self, bring: Callable[[], _Value]) -> _Value:
-        """Call `bring` some times, after a failure without the folder's weights.
-
-        Raises ServerError, and WorkerFailed if the folder cannot be written.
-        """
+        """Call `bring` some times, after a failure without the folder's weights. Raises ServerError, and WorkerFailed
+        if the folder cannot be written."""
         for _ in range(_TRIES):
             try:
                 return bring()
             except OSError as error:
-                reason = error.strerror or error
-                raise WorkerFailed(
-                    f"weights_folder={str(self._folder)!r}: {reason}: make room there, or name another folder"
-                ) from error
+                reason = f"{error.strerror or error}: make room there, or name another folder"
+                raise WorkerFailed(f"weights_folder={str(self._folder)!r}: {reason}") from error
             except DeltaError as error:
                 reason = str(error)
             except FileFailure as failure:
@@ -184,9 +171,7 @@ _LOCK, _PREFIX = "lock", "grpo-worker-"
 @contextmanager
 def open_folder(path: str | None) -> Iterator[Path]:
     """Give a folder that no other worker uses; without a path a temporary one, removed at the end or by a later worker.
-
-    Raises ConfigError if it cannot be made, or another worker uses it.
-    """
+    Raises ConfigError if it cannot be made, or another worker uses it."""
     folder, lock = _make_temporary() if path is None else _take(path)
     try:
         yield folder

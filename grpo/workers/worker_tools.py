@@ -51,10 +51,8 @@ def check_given(config: WorkerConfig, run: RunInfo) -> None:
 
 
 def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools | None:
-    """Start the worker's tools and environment with the run's settings; None for a run without.
-
-    `folder` has the run's tokenizer. Raises ConfigError if they cannot be used, or differ from the run's.
-    """
+    """Start the worker's tools and environment with the run's settings; None for a run without. `folder` has the run's
+    tokenizer. Raises ConfigError if they cannot be used, or differ from the run's."""
     if run.turns is None:
         return None
     from grpo.model.load import load_tokenizer
@@ -73,7 +71,6 @@ def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
     ours, runs = ((tools.tools, tools.schemas, tools.rewards) for tools in (found, run.turns))
     if ours != runs:
         field = "tools" if config.tools else "environment"
-        raise ConfigError(
-            f"{field}={getattr(config, field)!r}: functions, SHA-256 of their schemas (type hints and docstrings) and "
-            f"rewards are {ours}, and in run {run.name} {runs}: take the files that the trainer has"
-        )
+        kinds = "functions, SHA-256 of their schemas (type hints and docstrings) and rewards"
+        difference = f"{kinds} are {ours}, and in run {run.name} {runs}"
+        raise ConfigError(f"{field}={getattr(config, field)!r}: {difference}: take the files that the trainer has")

@@ -18,10 +18,9 @@ from proxy import Plan, proxy
 from rounding import assert_rounded
 from servers import COMPLETIONS, HEALTH, MODEL, answer, fake, open_client, request, wait_until
 
-from grpo.client import base
+from grpo.client import reference as reference_module
 from grpo.client.balancer import IN_FLIGHT
-from grpo.client.base import make_client_name
-from grpo.client.reference import ReferenceClient, check_reference, cut_requests
+from grpo.client.reference import ReferenceClient, check_reference, cut_requests, make_client_name
 from grpo.client.server_errors import ServerError, ServersUnavailable
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
@@ -120,7 +119,7 @@ def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypat
             ServersUnavailable, match=rf"no reference server at {server.url} \(it cannot be .* after 1 s"
         ):
             client.wait_ready()
-    monkeypatch.setattr(base, "LONGEST_LOADING", 1.5)
+    monkeypatch.setattr(reference_module, "LONGEST_LOADING", 1.5)
     with (
         fake(health=lambda: (503, {}, body)) as server,
         open_client(server.url, ref_startup_timeout=1) as client,
