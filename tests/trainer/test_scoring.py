@@ -258,8 +258,11 @@ def test_each_function_is_called_once_before_the_run_on_two_completions(tokenize
     path = tmp_path / "mine.py"
     path.write_text(TRIED)
     names = [f"{path}:{name}" for name in ("plain", "no_value", "later")]
-    functions = load_reward_funcs([*names, "org/model"])
-    config = TrainerConfig(reward_funcs=[*names, "org/model"], reward_timeout=timeout)
+    judge = tmp_path / "judge"  # a reward model, of which the chat template alone is tried
+    tokenizer.save_pretrained(judge)
+    (judge / "config.json").write_text('{"model_type": "qwen2"}')
+    functions = load_reward_funcs([*names, str(judge)])
+    config = TrainerConfig(reward_funcs=[*names, str(judge)], reward_timeout=timeout)
     example = make_example(CONFIG, tokenizer, 0, {"problem": "2+2?", "solution": "2+2=4\n#### 4"})
     with unchanged(), caplog.at_level(logging.INFO):
         try_rewards(config, functions, tokenizer, example)
