@@ -170,10 +170,8 @@ def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
 def train(
     folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None, demo: Demo = TEXT
 ) -> None:
-    """Run `grpo launch`, with more options of it, to its end; call `meanwhile` a few times a second.
-
-    Raises DemoError where it fails.
-    """
+    """Run `grpo launch`, with more options of it, to its end; call `meanwhile` a few times a second. Raises DemoError
+    where it fails."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = ["--nproc_per_node", "2", "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]

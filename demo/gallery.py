@@ -13,9 +13,7 @@ ANSWER = re.compile(r"<think>(.*)</think><answer>(.*)</answer>")
 
 def draw_gallery(path: Path, pictures: Path, problems: list[tuple[str, dict, dict]]) -> None:
     """Write a PNG of the first problems: a question each, and its records in completions.jsonl before and after.
-
-    `pictures` is the folder of the files that the records name.
-    """
+    `pictures` is the folder of the files that the records name."""
     figure = Figure(figsize=(3.4 * COLUMNS, 3.5 * ROWS))
     figure.subplots_adjust(left=0.01, right=0.99, top=0.97, bottom=0.09, wspace=0.02, hspace=0.5)
     for place, (question, before, after) in enumerate(problems[: COLUMNS * ROWS], 1):

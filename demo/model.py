@@ -66,9 +66,7 @@ def train_tokenizer(
     corpus: Iterator[str], special_tokens: list[str], tags: list[str], chat_template: str
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most `VOCABULARY` tokens, which can encode any text; every digit is a token.
-
-    `special_tokens` are those beside padding and end; `tags` are ordinary tokens that no corpus needs to have.
-    """
+    `special_tokens` are those beside padding and end; `tags` are ordinary tokens that no corpus needs to have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -164,10 +162,8 @@ def demonstration_loss(
     inputs_of: InputsOf = no_inputs,
     tools: list[dict] | None = None,
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the completions' tokens, the end token among them, without those of answers.
-
-    An answer of a tool or a game is what stands in a completion from one <|im_end|> to the next words of the model.
-    """
+    """Return the mean cross-entropy of the completions' tokens, the end token among them, without those of answers. An
+    answer of a tool or a game is what stands in a completion from one <|im_end|> to the next words of the model."""
     rows = []
     for problem, text in demonstrations:
         parts = [prompt_text(tokenizer, problem.question, tools), *ANSWER.split(text + END)]
@@ -190,10 +186,8 @@ def reasoned(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw demonstrations of the second phase: answers are mostly worked out in the bus story, seldom in any other.
-
     What the model does with a story depends on the proportions within that story, not on how often it is drawn. The bus
-    story is drawn more often than its share so that the model keeps the skill.
-    """
+    story is drawn more often than its share so that the model keeps the skill."""
     all_stories, buses = problems(rng), problems(rng, stories=["bus"])
     while True:
         problem = next(buses if rng.random() < 0.4 else all_stories)
@@ -212,9 +206,7 @@ def train(
     learning_rate: float,
 ) -> None:
     """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Prints how far it is every few seconds,
-    and the accuracy at the end, if any.
-
-    `loss_of` makes a loss of some demonstrations, as `demonstration_loss` does.
+    and the accuracy at the end, if any. `loss_of` makes a loss of some demonstrations, as `demonstration_loss` does.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -236,10 +228,8 @@ def train(
 
 
 def build(folder: Path, seed: int) -> None:
-    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format.
-
-    Uses no held-out problem. Takes about 30 s of one CPU core.
-    """
+    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format. Uses
+    no held-out problem. Takes about 30 s of one CPU core."""
     refuse_to_overwrite(folder)
     torch.manual_seed(seed)
     rng = random.Random(seed)

@@ -172,10 +172,8 @@ def careful(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the second phase: answers are looked up where the model is told so, seldom elsewhere.
-
-    It is told so more often than in the data so that it keeps the skill.
-    """
+    """Draw demonstrations of the second phase: answers are looked up where the model is told so, seldom elsewhere. It
+    is told so more often than in the data so that it keeps the skill."""
     all_wordings, told = problems(rng), problems(rng, wordings=["look up"])
     while True:
         problem = next(told if rng.random() < 0.4 else all_wordings)
@@ -204,10 +202,8 @@ def greedy_calls(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, exa
 
 
 def build(folder: Path, seed: int) -> None:
-    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format.
-
-    Uses no held-out problem, and no number of the shops.
-    """
+    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format. Uses
+    no held-out problem, and no number of the shops."""
     refuse_to_overwrite(folder)
     torch.manual_seed(seed)
     rng = random.Random(seed)

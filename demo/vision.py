@@ -104,9 +104,7 @@ def looking(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw demonstrations of the second phase: the model looks mostly where it is told to count, and seldom elsewhere.
-
-    It is told so more often than in the data so that it keeps the skill.
-    """
+    It is told so more often than in the data so that it keeps the skill."""
     all_wordings, told_to_count = problems(rng), problems(rng, wordings=["count"])
     while True:
         problem = next(told_to_count if rng.random() < 0.5 else all_wordings)
@@ -115,10 +113,8 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 
 def build(folder: Path, seed: int) -> None:
-    """Build the model and write it with tokenizer and processor to `folder`, which must not exist.
-
-    Uses no held-out arrangement. Takes about 80 s of one CPU core.
-    """
+    """Build the model and write it with tokenizer and processor to `folder`, which must not exist. Uses no held-out
+    arrangement. Takes about 80 s of one CPU core."""
     refuse_to_overwrite(folder)
     torch.set_num_threads(2)  # the shown runs began so; one thread, as in the other demos, rounds differently
     torch.manual_seed(seed)

@@ -16,10 +16,8 @@ TOKEN_VARIABLE = "GRPO_REF_TOKEN"
 
 @dataclass
 class ConnectionSection(Section):
-    """The settings by which server and trainer find and trust each other.
-
-    `token` is no setting: everybody on the machine can read a command line.
-    """
+    """The settings by which server and trainer find and trust each other. `token` is no setting: everybody on the
+    machine can read a command line."""
 
     HEADING = "connection (server and trainer)"
 

@@ -52,10 +52,8 @@ def one_line(text: object, most: int | None = 300) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the closest known name as the end of a sentence, or "".
-
-    Of TRL's names that are not ours, all but one of those that are less like one of ours than 0.8 mean something else.
-    """
+    """Return the closest known name as the end of a sentence, or "". Of TRL's names that are not ours, all but one of
+    those that are less like one of ours than 0.8 mean something else."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -217,9 +217,7 @@ class Translation:
 
 def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
     """Read another trainer's YAML, Python script or shell command, and translate it into settings of `known` names.
-
-    Raises ConfigError if the file cannot be read, or has nothing of that trainer.
-    """
+    Raises ConfigError if the file cannot be read, or has nothing of that trainer."""
     table, parts, left = TABLES[trainer], {}, {}
     ours = known if trainer in ("trl", "simple_grpo") else ()
     try:

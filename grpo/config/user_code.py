@@ -115,10 +115,8 @@ def check_file(field: str, name: str) -> str:
 
 
 def load_function(field: str, name: str, kind: str = "function") -> Callable:
-    """Return the function of `name`, path/to/file.py:function in the setting `field`; messages call it `kind`.
-
-    The file is imported once. Raises ConfigError if there is no such file or function, or the import fails.
-    """
+    """Return the function of `name`, path/to/file.py:function in the setting `field`; messages call it `kind`. The file
+    is imported once. Raises ConfigError if there is no such file or function, or the import fails."""
     path = check_file(field, name)
     name_of_module = module_name(path)
     if name_of_module not in sys.modules:

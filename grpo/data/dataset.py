@@ -110,11 +110,9 @@ def _without_part(split: str) -> str:
 
 
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
-    """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*.
-
-    None if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the
-    folder's path has "test" in it.
-    """
+    """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*. None
+    if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the folder's
+    path has "test" in it."""
     path, split, whole = Path(config.dataset_name).expanduser(), _without_part(split), config.dataset_train_split
     if not path.exists():
         return []

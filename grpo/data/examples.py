@@ -42,14 +42,10 @@ def make_example(
     turns: Responder | None = None,
 ) -> Example | None:
     """Make an Example of a dataset row; None if its prompt, with the environment's observation, has neither text nor
-    picture.
-
-    Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset has another
-    column of that name. An answer that is a list or dict stays one there.
-
-    Raises ConfigError, naming the row, for a value of a wrong type, or pictures without a `processor`; PictureError or
-    PictureCountError if its pictures cannot be used; RewardError if an environment fails.
-    """
+    picture. Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset
+    has another column of that name. An answer that is a list or dict stays one there. Raises ConfigError, naming the
+    row, for a value of a wrong type, or pictures without a `processor`; PictureError or PictureCountError if its
+    pictures cannot be used; RewardError if an environment fails."""
     answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
     _check_values(config, answer, prompt, place)
@@ -103,10 +99,8 @@ def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str)
 
 
 def gold_answer(answer: Any) -> str:
-    """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
-
-    It is JSON of a list or dict, and empty without an answer: null or pandas' NaN, white space, an empty list or dict.
-    """
+    """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column. It is JSON
+    of a list or dict, and empty without an answer: null or pandas' NaN, white space, an empty list or dict."""
     if isinstance(answer, list | dict):
         return json.dumps(answer, ensure_ascii=False, default=str) if answer else ""
     if answer is None or answer != answer:

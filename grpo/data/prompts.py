@@ -50,12 +50,10 @@ def load_examples(
     turns: Responder | None = None,
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0: of each dataset of a mixture, whose
-    examples then have the columns of all, None where a dataset has none, and `source`, its label.
-
-    Rows without a prompt (null, or neither text nor picture), without a gold answer if there is a column of them, with
-    too long a prompt or with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be
-    loaded, lacks a column or keeps no example, and what make_example raises.
-    """
+    examples then have the columns of all, None where a dataset has none, and `source`, its label. Rows without a prompt
+    (null, or neither text nor picture), without a gold answer if there is a column of them, with too long a prompt or
+    with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be loaded, lacks a column
+    or keeps no example, and what make_example raises."""
     if not is_mixture(config):
         return _load_dataset(config, split, tokenizer, limit, progress, processor, turns)
     examples: list[Example] = []
@@ -204,12 +202,10 @@ def order_of(config: TrainerConfig, examples: Sequence[Example]) -> np.ndarray |
 
 class PromptStream:
     """The order in which ranks train on examples: a seeded shuffle of the data, epoch after epoch, or one given order.
-
     Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares.
     An epoch's last examples that do not fill a step wait for the next shuffle; in a given order (places, int64) the
     first ones follow them in the same step. With `weights` by source each source has its share of the prompts and its
-    own epochs. The step number is the whole state.
-    """
+    own epochs. The step number is the whole state."""
 
     signals = ""
     """of each group so far, "1" if it had a signal, else "0": for an AdaptiveStream, the rest of its state"""
@@ -255,9 +251,7 @@ class PromptStream:
 
     def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.
-
-        None is in the round, nor was given for an earlier attempt; when all others were, they come in a new order.
-        """
+        None is in the round, nor was given for an earlier attempt; when all others were, they come in a new order."""
         in_round = [index for step in range(first_step, first_step + steps) for index in self._indices(step)]
         others = np.setdiff1d(np.arange(self._size), in_round)
         others = others if len(others) else np.arange(self._size)
@@ -276,11 +270,9 @@ class PromptStream:
         return order[place * self._per_step : (place + 1) * self._per_step]
 
     def _mixed(self, start: int, end: int) -> np.ndarray:
-        """Return the places of the run's prompts from number `start` to before `end`: int64 [end - start].
-
-        Number n is of the source in whose share the fraction of (n + 1/2) / golden ratio lies: of any run of prompts
-        each source has its share, to within a few (Weyl's equidistribution).
-        """
+        """Return the places of the run's prompts from number `start` to before `end`: int64 [end - start]. Number n is
+        of the source in whose share the fraction of (n + 1/2) / golden ratio lies: of any run of prompts each source
+        has its share, to within a few (Weyl's equidistribution)."""
         numbers = np.searchsorted(self._ends, (np.arange(end) + 0.5) * _GOLDEN % 1.0, side="right")
         chosen = np.zeros(end - start, np.int64)
         for number, places in enumerate(self._parts):

@@ -85,10 +85,8 @@ def step_metrics(stats: Mapping[str, Stats]) -> dict[str, float]:
 
 
 class PhaseClock:
-    """The seconds of one step by phase, as `time/...`; time in an inner phase does not count for the outer one.
-
-    On a card also the peak memory of each phase in GiB, as `memory/peak_...`, and of all that torch's allocator took.
-    """
+    """The seconds of one step by phase, as `time/...`; time in an inner phase does not count for the outer one. On a
+    card also the peak memory of each phase in GiB, as `memory/peak_...`, and of all that torch's allocator took."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()

@@ -166,12 +166,10 @@ _PLACES = {
 
 
 def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
-    """Return (checkpoint to continue from, None for a new run; run folder; whether the run is done).
-
-    Rank 0 alone finds the checkpoint, after it has locked the folder. The folder of a new run is made later, so that a
-    start that fails or is killed leaves none. Raises ConfigError on every rank: for the folder or its checkpoints, if a
-    machine does not see it, and if a run that has ended would be erased.
-    """
+    """Return (checkpoint to continue from, None for a new run; run folder; whether the run is done). Rank 0 alone finds
+    the checkpoint, after it has locked the folder. The folder of a new run is made later, so that a start that fails or
+    is killed leaves none. Raises ConfigError on every rank: for the folder or its checkpoints, if a machine does not
+    see it, and if a run that has ended would be erased."""
 
     def mark() -> tuple[Path, Path]:
         folder = find_run_folder(config)

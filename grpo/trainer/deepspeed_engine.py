@@ -312,11 +312,9 @@ def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[No
 
 
 def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
-    """Switch `overlap_comm` off if a trained weight is larger than a bucket, unless it is the embeddings.
-
-    While one stream sums such a gradient, DeepSpeed 0.19 frees it on ranks that own no part of it, and the backward
-    pass reuses its memory. The embeddings' gradient is the last of the pass.
-    """
+    """Switch `overlap_comm` off if a trained weight is larger than a bucket, unless it is the embeddings. While one
+    stream sums such a gradient, DeepSpeed 0.19 frees it on ranks that own no part of it, and the backward pass reuses
+    its memory. The embeddings' gradient is the last of the pass."""
     embeddings, bucket = model.get_input_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
     trained = (weight for weight in model.parameters() if weight.requires_grad and weight is not embeddings)
     largest = max((weight.numel() for weight in trained), default=0)

@@ -147,11 +147,9 @@ def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
 
 
 def pass_at_k(correct: np.ndarray, n: int, k: int) -> np.ndarray:
-    """Estimate each problem's chance that any of k samples is right, where `correct` [problems] of n samples were.
-
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, equation 1), its quotient as
-    the product of (n - c - j) / (n - j) over j < k: k factors from 0 to 1, where factorials would overflow.
-    """
+    """Estimate each problem's chance that any of k samples is right, where `correct` [problems] of n samples were. The
+    unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, equation 1), its quotient as the
+    product of (n - c - j) / (n - j) over j < k: k factors from 0 to 1, where factorials would overflow."""
     j = np.arange(k)
     return 1 - np.prod(np.maximum(n - correct[:, None] - j, 0) / (n - j), axis=1)
 

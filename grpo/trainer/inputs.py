@@ -60,8 +60,7 @@ class Inputs:
 def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
     """Read settings files, reward functions and data, and call each function and the environment once, as a dry run
     does too. With `num_train_epochs`, `config.max_steps` follows from the data. Raises ConfigError for a mistake in any
-    of them, RewardError for a function or an environment that fails.
-    """
+    of them, RewardError for a function or an environment that fails."""
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
     callback = load_function("callback", config.callback) if config.callback else None

@@ -154,11 +154,9 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
 def _gradients(
     work: RankWork, item: int, sizes: list[int], zero: dict, in_fp32: bool, offloads: bool, cuda: bool
 ) -> tuple[Terms, Terms, Terms]:
-    """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step.
-
-    The ranks sum a bucket of gradients at a time. A parameter larger than a bucket is summed alone, and held twice. A
-    GPU's memory is taken whole with the first gradient, a CPU's as it is written.
-    """
+    """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step. The ranks sum a
+    bucket of gradients at a time. A parameter larger than a bucket is summed alone, and held twice. A GPU's memory is
+    taken whole with the first gradient, a CPU's as it is written."""
     share, largest = -(-sum(sizes) // work.ranks), max(sizes)
     # The defaults are DeepSpeed's.
     bucket, buckets = int(zero.get("reduce_bucket_size", 500_000_000)), 1 + bool(zero.get("overlap_comm"))

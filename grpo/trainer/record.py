@@ -152,12 +152,10 @@ def _shorten(text: str) -> str:
 
 @contextmanager
 def saved_at_the_end(run: Run) -> Iterator[None]:
-    """Save a checkpoint if the run ends early, and raise EndRun with its reason and how to continue.
-
-    EndRun, ServersLost and RewardsLost reach every rank after the same step, so all of them save together. Memory ends
-    on one rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving.
-    However the run ends, its record is closed: a service that is not told of the end says that the run crashed.
-    """
+    """Save a checkpoint if the run ends early, and raise EndRun with its reason and how to continue. EndRun,
+    ServersLost and RewardsLost reach every rank after the same step, so all of them save together. Memory ends on one
+    rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving. However
+    the run ends, its record is closed: a service that is not told of the end says that the run crashed."""
     with explain_shortage(partial(_place, run), run.config, run.checkpoints.way_on):
         try:
             yield

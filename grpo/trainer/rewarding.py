@@ -62,8 +62,7 @@ def try_rewards(
 ) -> None:
     """Call each function of `load_reward_funcs` once on two completions of the example, its gold answer (without one
     its prompt) and an empty one, and log its rewards. Of a reward model, not loaded yet, the chat template alone is
-    tried. Raises RewardError, ConfigError.
-    """
+    tried. Raises RewardError, ConfigError."""
     functions, pool = start_functions(rewards, config, workers=1)
     text, what = (example.gold, "gold answer") if example.gold else (example.prompt, "text")
     answer = Rollout(tokenizer(text, add_special_tokens=False)["input_ids"], True, text, [], 0)

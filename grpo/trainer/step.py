@@ -242,12 +242,9 @@ def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
 
 def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> Batch:
     """Make a micro-batch. If the vision tower is trained and no prompt has a picture, add a small one without a
-    completion, whose gradient is 0.
-
-    ZeRO-2 sums gradients over the ranks as they arrive: if another rank has pictures, they would come in another order,
-    and ranks add up those of different weights, or wait for ever. On one rank too: for an offloaded parameter without a
-    gradient DeepSpeed takes that of the step before.
-    """
+    completion, whose gradient is 0. ZeRO-2 sums gradients over the ranks as they arrive: if another rank has pictures,
+    they would come in another order, and ranks add up those of different weights, or wait for ever. On one rank too:
+    for an offloaded parameter without a gradient DeepSpeed takes that of the step before."""
     sequences, drawn = _sequences(samples), [sample.drawn for sample in samples]
     filler = batcher.vision.filler if batcher.vision is not None else None
     if filler is not None and not any(pictures_of(prompt) for prompt, _ in sequences):
@@ -263,7 +260,6 @@ def _joined(parts: list[np.ndarray | None] | None, device: torch.device) -> torc
 
 def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
     """Mark the tokens whose entropy is within the highest `share` of the step's, over all ranks: bool, shaped as given.
-
     Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939, equation 6. The quantile is interpolated, as TRL does.
     """
     all_entropies = np.concatenate(gather(np.concatenate([np.zeros(0, np.float32), *entropies])))
