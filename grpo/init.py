@@ -52,12 +52,12 @@ def starting_files(source: list[str] | None) -> dict[str, str]:
     trainer, file = source
     if trainer not in TABLES:
         raise ConfigError(f"from={trainer!r}: use {', '.join(TABLES)}")
-    found = translate(trainer, Path(file), {field.name for field in fields(LaunchConfig)})
-    settings = {"reward_funcs": ["rewards.py:right_number"]} | found.settings
+    translated, left = translate(trainer, Path(file), {field.name for field in fields(LaunchConfig)})
+    settings = {"reward_funcs": ["rewards.py:right_number"]} | translated
     lines = [f"# Translated from {Path(file).name} of {trainer}.", "", to_yaml(settings)]
-    if found.left:
+    if left:
         lines += ["# Without a counterpart here:"]
-        lines += [f"#   {name}{f' ({hint})' if hint else ''}" for name, hint in sorted(found.left.items())]
+        lines += [f"#   {name}{f' ({hint})' if hint else ''}" for name, hint in sorted(left.items())]
     return files | {"config.yaml": "\n".join([*lines, ""])}
 
 

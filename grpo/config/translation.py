@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -207,17 +206,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 TABLES = {"trl": _TRL, "verl": _VERL, "easyr1": _EASYR1, "simple_grpo": _SIMPLE_GRPO}
 
 
-@dataclass(frozen=True)
-class Translation:
-    """Our settings for those of another trainer, and what has no counterpart, with a hint or an empty text."""
-
-    settings: dict[str, Any]
-    left: dict[str, str]
-
-
-def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
-    """Read another trainer's YAML, Python script or shell command, and translate it into settings of `known` names.
-    Raises ConfigError if the file cannot be read, or has nothing of that trainer."""
+def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read another trainer's YAML, Python script or shell command. Return settings of `known` names, and what has no
+    counterpart, with a hint or "". Raises ConfigError if the file cannot be read, or has nothing of that trainer."""
     table, parts, left = TABLES[trainer], {}, {}
     ours = known if trainer in ("trl", "simple_grpo") else ()
     try:
@@ -234,7 +225,7 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
     if not parts:
         raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
-    return Translation(_join(trainer, parts), left)
+    return _join(trainer, parts), left
 
 
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
