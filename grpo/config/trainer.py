@@ -11,7 +11,7 @@ from grpo.config.connection_settings import ReferenceConfig, read_url
 from grpo.config.errors import rank_count
 from grpo.config.fields import Section, option
 from grpo.config.loss_settings import LossSection, RewardedConfig
-from grpo.config.record_settings import RecordSection
+from grpo.config.record_settings import RecordSection, settings_in
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
 from grpo.config.translation import INSTEAD
 
@@ -153,7 +153,9 @@ class TrainerConfig(
     INSTEAD: ClassVar = INSTEAD
 
     def __post_init__(self) -> None:
-        recorded = self.recorded_settings()
+        name = self.resume_from_checkpoint
+        continued = self.output_dir if name == "last" else name and Path(name).parent
+        recorded = settings_in(Path(continued)) if continued else {}  # the checkpoint is compared with what was set
         if self.importance_sampling_mode is None:
             default = "token_truncate" if self.sampler == "pool" else "none"
             self.importance_sampling_mode = recorded.get("importance_sampling_mode", default)
