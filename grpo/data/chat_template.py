@@ -6,16 +6,14 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, one_line, require
+from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message
-
-if TYPE_CHECKING:
-    from grpo.model.pictures import PictureProcessor
 
 MARK = "<image>"  # marks the place of a picture in a user's text
 

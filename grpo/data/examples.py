@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,10 +21,8 @@ from grpo.data.chat_template import (
 from grpo.data.dataset_pictures import PictureColumn, check_prompt
 from grpo.data.records import Example
 from grpo.data.responder import Responder
+from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import EncodedPicture
-
-if TYPE_CHECKING:
-    from grpo.model.pictures import PictureProcessor
 
 GIVEN_TO_REWARDS = {
     *("prompts", "completions", "completion_ids", "prompt_texts", "trainer_state", "log_extra", "log_metric")
