@@ -30,7 +30,6 @@ PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a f
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 
 _WAIT = 20.0  # seconds that a killed process may take to end
-_PIECE = 1 << 20  # bytes read at once
 _THREADS = 4  # files read at the same time
 
 Sums = dict[str, list]  # size in bytes and SHA-256 by the file's path in the checkpoint
@@ -236,12 +235,9 @@ def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
 
 
 def _sum_file(path: Path) -> list:
-    digest, size, piece = hashlib.sha256(), 0, bytearray(_PIECE)
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(memoryview(piece)[:count])
-            size += count
-    return [size, digest.hexdigest()]
+        digest = hashlib.file_digest(file, "sha256")
+        return [file.tell(), digest.hexdigest()]
 
 
 def _sum_content(content: dict[str, Any]) -> str:
