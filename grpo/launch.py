@@ -30,11 +30,12 @@ from types import FrameType
 import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
-from grpo.config.console import free_port, start_logging, start_program
+from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, LOWERED, ConfigError, program_name, say_once
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.record_settings import settings_in
+from grpo.run.exit import exit_code
 from grpo.run.run_folder import find_run_folder, finished_steps
 
 log = logging.getLogger("grpo.launch")
@@ -66,18 +67,16 @@ def launch(config: LaunchConfig) -> int:
         try:
             if config.starts_server:
                 programs.start_server()
-            programs.start_trainer(ranks, cards)
-            code = programs.wait()
-            for _ in range(_MOST_LOWERED):
-                if not (code and (lowered := programs.take_lowered())):
+            for attempts_left in reversed(range(1 + _MOST_LOWERED)):
+                programs.start_trainer(ranks, cards)
+                code = programs.wait()
+                if not (code and attempts_left and (lowered := programs.take_lowered())):
                     break
                 ((name, value),) = lowered.items()
                 log.warning("the run goes on with %s=%d instead of %d", name, value, getattr(config, name))
                 setattr(config, name, value)
                 config.resume_from_checkpoint = "last"
                 settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
-                programs.start_trainer(ranks, cards)
-                code = programs.wait()
         finally:
             programs.end()
     if code == 0 and not config.dry_run and finished_steps(run) < settings_in(run).get("max_steps", math.inf):
@@ -203,15 +202,7 @@ class Programs:
 
 def main() -> int:
     config = parse_arguments(LaunchConfig, __doc__)
-    start_logging()
-    try:
-        return launch(config)
-    except ConfigError as error:
-        say_once(str(error))
-        return 2
-    except KeyboardInterrupt:
-        say_once("interrupted before the trainer started")
-        return 130
+    return exit_code(lambda: launch(config), (), "interrupted before the trainer started")
 
 
 if __name__ == "__main__":
