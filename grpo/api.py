@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -278,7 +278,7 @@ def _follow(program: list[str], config: Path) -> None:
     )
     errors: list[str] = []
     interrupted = False
-    with _signals_passed_on(process), _Screen() as screen:
+    with _signals_passed_on(process), closing(_Screen()) as screen:
         while process.returncode is None:
             try:
                 for line in process.stdout:
@@ -322,10 +322,7 @@ class _Screen:
         self._bar.set_postfix_str(step[3], refresh=False)
         self._bar.update(int(step[1]) - self._bar.n)
 
-    def __enter__(self) -> _Screen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 

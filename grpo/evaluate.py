@@ -65,7 +65,8 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
         closing.callback(turns.close)
     rewards = join_rewards(functions, {} if turns is None else turns.rewards)
     check_verdicts(config, rewards)
-    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor, turns)
+    split = config.dataset_train_split if _is_whole_file(config) else config.dataset_test_split
+    examples = load_examples(config, split, tokenizer, config.eval_samples, rank == 0, processor, turns)
     check_reward_columns(config, examples, functions)
     started, pool = start_rewards(functions, config, device, "evaluate")
     if pool is not None:
@@ -107,15 +108,12 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
     """Format the metrics for people."""
     data = config.dataset_name if _is_whole_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
-    samples, number, percent, tokens = config.num_generations_eval, (3, 1, ""), (1, 100, " %"), (1, 1, "")
+    samples, temperature = config.num_generations_eval, config.eval_temperature or config.temperature
+    number, percent, tokens = (3, 1, ""), (1, 100, " %"), (1, 1, "")
     by_function = [name for name in metrics if name.startswith("eval_rewards/")]
     rows = [
         ("accuracy, greedy", "eval_accuracy", percent),
-        (
-            f"avg@{samples}, temperature {config.eval_temperature or config.temperature:g}",
-            f"eval_avg@{samples}",
-            percent,
-        ),
+        (f"avg@{samples}, temperature {temperature:g}", f"eval_avg@{samples}", percent),
         *((f"pass@{k}", f"eval_pass@{k}", percent) for k in config.ks),
         ("reward, greedy", "eval_reward", number),
         *((f"  {name.split('/', 1)[1].removesuffix('/mean')}", name, number) for name in by_function),
@@ -136,13 +134,9 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
 
 
 def _is_whole_file(config: EvaluateConfig) -> bool:
+    """Tell whether the data is a single file without a split, which is loaded as for training, whole."""
     is_whole = config.eval_holdout == 0 and "[" not in config.dataset_test_split and not is_mixture(config)
     return is_whole and Path(config.dataset_name).expanduser().is_file()
-
-
-def _split(config: EvaluateConfig) -> str:
-    """Return the split to load. A single file has none: it is loaded as the trainer loads its training data, whole."""
-    return config.dataset_train_split if _is_whole_file(config) else config.dataset_test_split
 
 
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:

@@ -87,9 +87,7 @@ def main() -> int:
     from grpo.run.folder import SaveError
 
     parser = argparse.ArgumentParser(
-        prog=program_name(),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=program_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="the GGUF file")
     parser.add_argument("folder", type=Path, help="folder to make")
