@@ -57,14 +57,12 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optim
             ([weight for weight in decayed if id(weight) not in large], config.weight_decay, 32),
             (not_decayed, 0.0, 32),
         ]
-        return AdamW(
-            [
-                {"params": part, "weight_decay": decay, "optim_bits": bits}
-                for weights, decay, bits in kinds
-                for part in _parts(weights)
-            ],
-            **settings,
-        )
+        groups = [
+            {"params": part, "weight_decay": decay, "optim_bits": bits}
+            for weights, decay, bits in kinds
+            for part in _parts(weights)
+        ]
+        return AdamW(groups, **settings)
     groups = [
         {"params": weights, "weight_decay": decay}
         for weights, decay in ((decayed, config.weight_decay), (not_decayed, 0.0))
@@ -187,9 +185,8 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
-    set_timeout = getattr(
-        dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
-    )  # before torch 2.14 it was private
+    # Before torch 2.14 this was private.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     set_timeout(_longest_collective(config), engine.seq_data_parallel_group)
     return engine, schedule
 

@@ -280,9 +280,6 @@ class PoolRun:
         except (RequestFailure, ServerError) as error:  # the next round waits for the pool, or ends the run
             log.warning("the pool %s was not told of drift: %s", self._pool.url, error)
 
-    def close(self) -> None:
-        self.publisher.close()
-
     def _begin(self, version: int, number: int) -> None:
         """Tell the pool the run, and send what all its versions share, and what an earlier start left to be sent."""
         base = self.publisher.write_base()

@@ -168,7 +168,7 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
             raise EndRun(f"{error}: lower learning_rate; {run.checkpoints.way_on()}") from error
         finally:
             if run.pool_run is not None:
-                run.pool_run.close()
+                run.pool_run.publisher.close()
             if run.recorder:
                 run.recorder.close()
 
