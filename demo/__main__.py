@@ -53,59 +53,33 @@ ENVIRONMENT = os.environ | {
 class Demo:
     """A demo: where it is, which modules make its model and its data, and the held-out accuracy that it promises."""
 
-    folder: str
-    config: str
-    model: str
-    """what `builder` builds"""
+    model: str  # what `builder` builds
     builder: str
     task: str
     before: tuple[float, float]
     after: float = 0.0
     rise: float = 0.0
-    shared_model: str | None = None
-    """the model's folder, where it is the same for each seed"""
+    folder: str = "runs/demo"
+    config: str = CONFIG
+    shares_model: bool = False  # the model is the same for each seed
 
     def model_folder(self, folder: Path) -> Path:
-        return Path(self.shared_model) if self.shared_model else folder / "model"
+        return Path(self.folder if self.shares_model else folder) / "model"
 
 
-TEXT = Demo(
-    folder="runs/demo",
-    config=CONFIG,
-    model="a tiny model that can think but seldom does",
-    builder="demo.model",
-    task="demo.task",
-    before=(0.10, 0.40),
-    after=0.90,
+def demo_of(kind: str, model: str, before: tuple[float, float], **others: object) -> Demo:
+    """Return a demo whose modules, folder and settings are named by its kind, unless `others` name them."""
+    modules = dict.fromkeys(("builder", "task"), f"demo.{kind}")
+    places = {"folder": f"runs/demo-{kind}", "config": f"configs/demo_{kind}.yaml"}
+    return Demo(model=model, before=before, **modules | places | others)
+
+
+TEXT = Demo("a tiny model that can think but seldom does", "demo.model", "demo.task", (0.10, 0.40), after=0.90)
+VISION = demo_of(
+    "vision", "a tiny model that can look but mostly guesses", (0.20, 0.50), after=0.85, task="demo.pictures"
 )
-VISION = Demo(
-    folder="runs/demo-vision",
-    config="configs/demo_vision.yaml",
-    model="a tiny model that can look but mostly guesses",
-    builder="demo.vision",
-    task="demo.pictures",
-    before=(0.20, 0.50),
-    after=0.85,
-)
-TOOLS = Demo(
-    folder="runs/demo-tools",
-    config="configs/demo_tools.yaml",
-    model="a tiny model that can look up but mostly guesses",
-    builder="demo.tools",
-    task="demo.tools",
-    before=(0.10, 0.40),
-    after=0.90,
-)
-REAL = Demo(
-    folder="runs/demo-real",
-    config="configs/demo_real.yaml",
-    model="the folder of SmolLM2-135M-Instruct",
-    builder="demo.real",
-    task="demo.real",
-    before=(0.0, 0.30),
-    rise=0.30,
-    shared_model="runs/demo-real/model",
-)
+TOOLS = demo_of("tools", "a tiny model that can look up but mostly guesses", (0.10, 0.40), after=0.90)
+REAL = demo_of("real", "the folder of SmolLM2-135M-Instruct", (0.0, 0.30), rise=0.30, shares_model=True)
 KINDS = {"vision": VISION, "tools": TOOLS, "real": REAL}
 
 
@@ -245,18 +219,15 @@ def report(demo: Demo, folder: Path, building: float, training: float) -> None:
     if demo is TOOLS:
         calls = [f"{row['eval_rewards/right_call_reward/mean']:.3f}" for row in (before, after)]
         print(f"\nshare of held-out problems with the right call: {' -> '.join(calls)}")
-    print(
-        f"\nSeconds: {building:.0f} for model and data, {training:.0f} for GRPO with server, start-up and evaluation."
-    )
+    seconds = f"{building:.0f} for model and data, {training:.0f} for GRPO with server, start-up and evaluation"
+    print(f"\nSeconds: {seconds}.")
     print(f"learning curves: {folder / 'run/curves.png'}")
     if demo is VISION:
         from demo.gallery import draw_gallery
 
-        draw_gallery(
-            folder / "run/pictures.png", folder / "run/pictures", [(question_of(old), old, new) for old, new in pairs]
-        )
+        problems = [(question_of(old), old, new) for old, new in pairs]
+        draw_gallery(folder / "run/pictures.png", folder / "run/pictures", problems)
         print(f"pictures with answers before and after: {folder / 'run/pictures.png'}")
-
     if demo is REAL:
         report_english(demo, folder)
     rise, error = rise_of(before, after)

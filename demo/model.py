@@ -8,7 +8,6 @@ thinking pays everywhere.
 
 import random
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,16 +17,11 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import PushToHubMixin
 
 from demo.task import Problem, blurt, problems, steps, untagged
+from grpo.run.folder import whole_folder
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 TAG = re.compile("|".join(TAGS))
@@ -178,12 +172,6 @@ def demonstration_loss(
     return model(input_ids=ids, labels=labels, use_cache=False, **inputs).loss
 
 
-def reasoned(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the first phase: every answer is worked out."""
-    for problem in problems(rng):
-        yield problem, steps(problem)
-
-
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw demonstrations of the second phase: answers are mostly worked out in the bus story, seldom in any other.
     What the model does with a story depends on the proportions within that story, not on how often it is drawn. The bus
@@ -237,7 +225,8 @@ def build(folder: Path, seed: int) -> None:
     model = build_model(tokenizer)
     accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)))
     loss_of = partial(demonstration_loss, model, tokenizer)
-    train(model, reasoned(rng), loss_of, accuracy, name="learning to reason", updates=500, learning_rate=6e-3)
+    worked_out = ((problem, steps(problem)) for problem in problems(rng))
+    train(model, worked_out, loss_of, accuracy, name="learning to reason", updates=500, learning_rate=6e-3)
     train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=200, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
@@ -248,10 +237,7 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 
 def save(folder: Path, *parts: PushToHubMixin) -> None:
-    """Write model, tokenizer and what else belongs to them to `folder`, which is whole or not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    for part in parts:
-        part.save_pretrained(partial)
-    partial.rename(folder)
+    """Write model, tokenizer and what else belongs to them to `folder`. Raises SaveError; then it does not exist."""
+    with whole_folder(folder, "model") as unfinished:
+        for part in parts:
+            part.save_pretrained(unfinished)

@@ -72,16 +72,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TAGS = [
-    "<answer>",
-    "</answer>",
-    "<tools>",
-    "</tools>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-]
+TAGS = [f"<{end}{name}>" for name in ("answer", "tools", "tool_call", "tool_response") for end in ("", "/")]
 # The pieces of a call in JSON, each a token.
 PIECES = ['{"name": "', '", "arguments": {"', '": "', '", "', '": ', "}}"]
 # What the model is told of a call that cannot be read.
@@ -165,12 +156,6 @@ def problems(
             yield problem
 
 
-def careful(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the first phase: every answer is looked up."""
-    for problem in problems(rng):
-        yield problem, look_up(problem, rng)
-
-
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw demonstrations of the second phase: answers are looked up where the model is told so, seldom elsewhere. It
     is told so more often than in the data so that it keeps the skill."""
@@ -211,7 +196,8 @@ def build(folder: Path, seed: int) -> None:
     model = build_model(tokenizer)
     accuracy = partial(greedy_calls, model, tokenizer, list(islice(problems(rng), 256)))
     loss_of = partial(demonstration_loss, model, tokenizer, tools=TOOLS)
-    train(model, careful(rng), loss_of, accuracy, name="learning to look up", updates=300, learning_rate=6e-3)
+    looked_up = ((problem, look_up(problem, rng)) for problem in problems(rng))
+    train(model, looked_up, loss_of, accuracy, name="learning to look up", updates=300, learning_rate=6e-3)
     train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=150, learning_rate=2e-3)
     save(folder, model, tokenizer)
 

@@ -13,12 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from demo.model import (
@@ -96,12 +91,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalG
     return model
 
 
-def looking(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the first phase: every answer is counted."""
-    for problem in problems(rng):
-        yield problem, look(problem)
-
-
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw demonstrations of the second phase: the model looks mostly where it is told to count, and seldom elsewhere.
     It is told so more often than in the data so that it keeps the skill."""
@@ -129,6 +118,7 @@ def build(folder: Path, seed: int) -> None:
 
     accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)), inputs_of)
     loss_of = partial(demonstration_loss, model, tokenizer, inputs_of=inputs_of)
-    train(model, looking(rng), loss_of, accuracy, name="learning to look", updates=600, learning_rate=8e-3)
+    counted = ((problem, look(problem)) for problem in problems(rng))
+    train(model, counted, loss_of, accuracy, name="learning to look", updates=600, learning_rate=8e-3)
     train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=150, learning_rate=2e-3)
     save(folder, model, tokenizer, processor)
