@@ -144,8 +144,7 @@ def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
 def train(
     folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None, demo: Demo = TEXT
 ) -> None:
-    """Run `grpo launch`, with more options of it, to its end; call `meanwhile` a few times a second. Raises DemoError
-    where it fails."""
+    """Run `grpo launch` with more options to its end; call `meanwhile` a few times a second. Raises DemoError."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = ["--nproc_per_node", "2", "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]
@@ -205,7 +204,6 @@ def start(words: list[str | Path], log: Path) -> subprocess.Popen:
 
 
 def count_steps(folder: Path) -> int:
-    """Return how many steps of the run are recorded."""
     path = folder / "run/metrics.jsonl"
     return path.read_bytes().count(b"\n") - 1 if path.exists() else 0  # the first line is the evaluation before
 

@@ -48,7 +48,6 @@ InputsOf = Callable[[list, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on problems with their answers."""
     corpus = (
         "\n".join(["user", p.question, "assistant", *TAG.split(steps(p) + blurt(p)), untagged(p)])
         for p in islice(problems(random.Random(seed)), 2000)
@@ -107,7 +106,6 @@ def language_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Make a model with random fp32 weights."""
     config = Qwen2Config(**language_settings(tokenizer), tie_word_embeddings=True, dtype="float32")
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

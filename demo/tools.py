@@ -166,7 +166,6 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on problems with their answers."""
     rng = random.Random(seed)
     marks = re.compile("|".join(map(re.escape, TAGS + PIECES)))
     corpus = (

@@ -43,7 +43,6 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on problems with their answers."""
     rng = random.Random(seed)
     corpus = (
         "\n".join(["user", p.text, "assistant", *TAG.split(look(p) + guess(rng)), untagged(rng)])
@@ -59,7 +58,6 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """Make a model with random fp32 weights."""
     piece, video, begin, end = tokenizer.convert_tokens_to_ids([PIECE, VIDEO, BEGIN, END])
     text = language_settings(tokenizer) | dict(
         rope_parameters={"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}

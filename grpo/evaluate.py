@@ -106,7 +106,6 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
-    """Format the metrics for people."""
     data = config.dataset_name if _is_whole_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
     samples, temperature = config.num_generations_eval, config.eval_temperature or config.temperature
     number, percent, tokens = (3, 1, ""), (1, 100, " %"), (1, 1, "")
@@ -140,8 +139,7 @@ def _is_whole_file(config: EvaluateConfig) -> bool:
 
 
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
-    """Make the folder and write config.yaml, metrics.json, completions.jsonl in the order of the problems, and the
-    pictures of the problems."""
+    """Make the folder: config.yaml, metrics.json, completions.jsonl in the order of the problems, and pictures."""
     from grpo.config.command_line import write_config
     from grpo.run.json_lines import keep_pictures, to_json
     from grpo.run.run_folder import writable

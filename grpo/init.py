@@ -44,8 +44,7 @@ def main() -> int:
 
 
 def starting_files(source: list[str] | None) -> dict[str, str]:
-    """Return the files by their paths, with the settings of the trainer and file `source`, if there is one. Raises
-    ConfigError."""
+    """Return the files by their paths, with settings translated from `source`, if any. Raises ConfigError."""
     files = {name: path.read_text(encoding="utf-8") for name, path in STARTER.items()}
     if source is None:
         return files | {f"data/{split}.jsonl": rows(split, count) for split, count in ROWS.items()}

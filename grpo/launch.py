@@ -98,7 +98,6 @@ def visible_cards() -> list[str]:
 
 
 def share_cards(cards: list[str], with_server: bool) -> tuple[list[str], list[str]]:
-    """Return (the server's GPUs, the trainer's GPUs)."""
     return (cards[-1:], cards[:-1] or cards) if with_server else ([], cards)
 
 
@@ -137,8 +136,7 @@ class Programs:
         return start_program([str(PROGRAMS / program), "--config", str(self._settings)], environment)
 
     def take_lowered(self) -> dict[str, int]:
-        """Return the setting that a rank out of memory would lower, with its new value, after the end of all ranks.
-        Empty where no rank has named one, or the run was asked to stop."""
+        """Return the setting that a rank out of memory would lower, with its value, unless the run is to stop."""
         self._end_ranks()
         self._ranks.clear()
         if self._is_asked_to_stop or not self._lowered.exists():

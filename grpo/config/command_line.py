@@ -289,7 +289,6 @@ def _check_single(field: dataclasses.Field, value: Any, source: str = "") -> Non
 
 
 def _as_arguments(settings: dict[str, Any]) -> list[str]:
-    """Return the settings as words of a command line."""
     arguments: list[str] = []
     for name, value in settings.items():
         if isinstance(value, list):

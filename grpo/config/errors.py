@@ -41,7 +41,6 @@ class RewardError(RuntimeError):
 
 
 def require(ok: bool, field: str, value: Any, remedy: str) -> None:
-    """Raise ConfigError unless `ok`."""
     if not ok:
         raise ConfigError(f"{field}={value!r}: {remedy}")
 
@@ -93,12 +92,10 @@ def on_end_signals(end: Callable[[int], None]) -> None:
 
 
 def first_here() -> bool:
-    """Tell whether this is the first rank of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def rank_count() -> int:
-    """Return the number of ranks that the launcher started, 1 without a launcher."""
     return launcher_number("WORLD_SIZE", 1, least=1)
 
 

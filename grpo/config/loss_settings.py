@@ -89,13 +89,11 @@ class LossSection(Section):
 
     @property
     def groups_have_signal(self) -> bool:
-        """Tell whether a group's own rewards decide if it has signal. reinforce++ compares over the whole round, and a
-        user's function may."""
+        """Tell whether a group's own rewards decide if it has signal. A function of the user's may look at more."""
         return self.advantage_estimator != "reinforce++" and ":" not in self.advantage_estimator
 
     @property
     def divided_by_group(self) -> bool:
-        """Tell whether an advantage is divided by the std of its own group."""
         return self.scale_rewards == "group" and self.advantage_estimator in ("grpo", "passk")
 
     @property

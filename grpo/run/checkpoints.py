@@ -267,7 +267,6 @@ class Checkpoints:
 
 
 def _writer(name: str) -> int:
-    """Return the rank that writes this file of a checkpoint."""
     numbered = re.search(r"pp_rank_(\d+)_|^rank-(\d+)\.", name)
     return int(numbered[1] or numbered[2]) if numbered else 0
 
@@ -278,7 +277,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """Return a rank's random states and the batches of its round."""
     with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
         return _Unpickler(file).load()
 

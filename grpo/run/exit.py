@@ -179,7 +179,6 @@ def _parent(process: int) -> int:
 
 
 def _count_children(process: int) -> int:
-    """Count the processes that it started and that have not ended."""
     with suppress(psutil.NoSuchProcess):  # also of a child that ends meanwhile: the others end with it
         return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(process).children())
     return 0

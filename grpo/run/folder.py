@@ -76,8 +76,7 @@ def write_model(
     name: str = "MODEL",
     processor: PictureProcessor | None = None,
 ) -> None:
-    """Write as save_model does, but the folder may stay half written. Raises the libraries' errors. `name` is the
-    model's name in the card."""
+    """Write as save_model does, but perhaps half. Raises the libraries' errors. `name` is the model's in the card."""
     if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
@@ -98,8 +97,7 @@ def write_model(
 
 @contextmanager
 def whole_folder(folder: Path, what: str) -> Iterator[Path]:
-    """Yield a folder to write `what` into, and rename it to `folder` at the end. Raises SaveError for any error inside;
-    then `folder` does not exist."""
+    """Yield a folder to write `what` into, renamed to `folder` at the end. Raises SaveError, and leaves none."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -203,7 +201,6 @@ def write_card(
 
 
 def _settings(config: TrainerConfig, adapter: Any, takes_pictures: bool) -> dict[str, Any]:
-    """Return the card's table of settings."""
     settings = {name: getattr(config, name) for name in _SETTINGS}
     if adapter:
         settings |= {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "quantization": config.quantization}
@@ -252,8 +249,7 @@ def check_login() -> None:
 
 
 def open_repo(config: TrainerConfig, folder: Path) -> str:
-    """Make the hub's repository for the model of the run in `folder`, unless it exists; return OWNER/NAME. Raises
-    ConfigError as check_login, and if it cannot be made."""
+    """Make the hub's repository for the model of this run, unless it exists; return OWNER/NAME. Raises ConfigError."""
     check_login()
     name = config.hub_model_id or folder.name
     try:

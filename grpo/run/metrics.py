@@ -80,7 +80,6 @@ def add_stats(stats: dict[str, Stats], values: Mapping[str, Any]) -> None:
 
 
 def step_metrics(stats: Mapping[str, Stats]) -> dict[str, float]:
-    """Return a step's metrics by name, from the stats of all ranks."""
     return {name: numbers.metric for name, numbers in stats.items() if numbers.statistic != "none"}
 
 
@@ -119,5 +118,4 @@ class PhaseClock:
         torch.cuda.reset_peak_memory_stats()
 
     def total(self) -> float:
-        """Return the seconds since the step began."""
         return time.perf_counter() - self.start

@@ -61,7 +61,7 @@ USER_FILES = {"reward_funcs", "tools", "environment", "loss_type", "advantage_es
 
 
 class RunDescription:
-    """The description of a run that every rank has before a model is loaded."""
+    """What every rank knows of a run before a model is loaded."""
 
     def __init__(self, config: TrainerConfig, examples: list[Example], ranks: int):
         self._config = config
@@ -129,7 +129,6 @@ class RunDescription:
 
 
 def check_same(checkpoint: Path, what: str, before: Any, now: Any, remedy: str) -> None:
-    """Raise ConfigError if the checkpoint's value and the run's differ."""
     if before != now:
         raise ConfigError(
             f"resume_from_checkpoint='{checkpoint}': {what} is {before!r} there and {now!r} here: {remedy}"

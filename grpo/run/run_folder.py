@@ -86,8 +86,7 @@ def name_by_time() -> str:
 
 
 def make_run_folder(config: RecordSection, folder: Path) -> None:
-    """Make the run's folder, unless it exists, and lock it for this process. Raises ConfigError if it cannot be
-    written, another trainer writes there, or it has results by now."""
+    """Make the run's folder, unless it exists, and lock it. Raises ConfigError if it cannot be written, or is used."""
     with writable("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
@@ -126,8 +125,7 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
 
 
 def find_checkpoints(config: RecordSection) -> list[Path]:
-    """Return the checkpoints to continue from, the newest first; empty if the run begins. Raises ConfigError if the run
-    cannot continue from the named checkpoint."""
+    """Return the checkpoints to continue from, the newest first, none if the run begins. Raises ConfigError."""
     name = config.resume_from_checkpoint
     if name is None:
         return []
@@ -179,7 +177,6 @@ def finished_steps(run: Path) -> int:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in the checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 

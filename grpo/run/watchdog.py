@@ -39,8 +39,6 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib",
 
 @dataclass
 class Position:
-    """The position that a rank reports."""
-
     host: str
     process: int
     beat: int  # number of the report

@@ -72,8 +72,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optim
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trained parameters: those with weight decay, and those without, biases and the weights of norms, which
-    a name or a class tells, as in `Trainer.get_decay_parameter_names`."""
+    """Return the trained parameters with weight decay and those without, as `Trainer.get_decay_parameter_names`."""
     norms = {id(weight) for part in model.modules() if isinstance(part, nn.LayerNorm) for weight in part.parameters()}
     decayed, not_decayed = [], []
     for name, parameter in model.named_parameters():
@@ -170,8 +169,7 @@ def join_ranks(config: TrainerConfig) -> Ranks:
 
 
 def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
-    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps. Raises ConfigError
-    if DeepSpeed refuses a setting of its file only now."""
+    """Return the DeepSpeed engine around the policy, and its learning-rate schedule. Raises ConfigError."""
     keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
@@ -197,8 +195,7 @@ def _longest_collective(config: TrainerConfig) -> timedelta:
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Return the file's settings with every "auto" filled. Raises ConfigError if they contradict the run's, or if
-    DeepSpeed refuses the file."""
+    """Return the file with every "auto" filled. Raises ConfigError if the run contradicts it, or DeepSpeed."""
     file = _DeepSpeedFile(config.deepspeed)
     for key in {"optimizer", "scheduler"} & file.settings.keys():
         raise file.error(f"{key} is set there, and the run's settings decide it: take it out")

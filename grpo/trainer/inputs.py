@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that a run reads before it loads a model."""
-
     reward_funcs: dict[str, Callable | str]  # functions, or names of reward models, by name
     rewards: dict[str, Any]  # these, and the environment's class if it gives a reward (join_rewards)
     ds_config: dict[str, Any]  # ds_config.json, completed

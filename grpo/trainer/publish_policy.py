@@ -84,8 +84,7 @@ class PolicyPublisher:
             return path, self._write(path, base_weights(self.model))
 
     def send_left(self, first: int, end: int) -> None:
-        """Send the versions from `first` to before `end` that an earlier start of the run left and the pool lacks.
-        Empties the folder."""
+        """Send the versions from `first` to before `end` that an earlier start left unsent. Empties the folder."""
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
             left = Version.of_fields(json.loads(path.read_bytes()))
             if first <= left.version < end and self._path(left.version).exists():

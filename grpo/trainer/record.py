@@ -57,8 +57,7 @@ def raised_later(lost: list[Exception]) -> Iterator[None]:
 
 
 def evaluate_policy(run: Run, step: int) -> dict[str, float]:
-    """Return the metrics of an evaluation after this step, and record its first greedy answers; of step 0 the metrics
-    too. All ranks call it together. Raises OutOfMemory, RewardsLost."""
+    """Evaluate after this step, record and return the metrics. All ranks call it. Raises OutOfMemory, RewardsLost."""
     config, examples, ranks = run.config, run.inputs.held_out, run.ranks
     with explain_shortage(lambda: (f"{EVALUATION} after step {step}", EVALUATION), config, run.checkpoints.way_on):
         log.info("step %d: evaluating %d held-out problems", step, len(examples))
@@ -112,7 +111,6 @@ def record_step(
 
 
 def _warn(run: Run, step: int, result: StepResult) -> None:
-    """Say what went wrong in a step."""
     if result.fault:
         log.warning("step %d %s", step, result.fault)
     failed = result.metrics.get("tools/failure_frequency", 0.0)

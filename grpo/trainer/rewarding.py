@@ -84,7 +84,6 @@ def try_rewards(
 
 
 def _messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """Return the completion as chat messages."""
     return [{"role": "assistant", "content": rollout.text}] if rollout.outcome is None else rollout.outcome.messages
 
 

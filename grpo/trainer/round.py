@@ -125,8 +125,7 @@ class Rounds:
         requests |= zip((group.id for group in groups), self.client.request_groups(asked), strict=True)
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
-        """Draw a group for each example. Ask the reference about groups as they end, those that end together in one
-        request."""
+        """Draw a group for each example. Ask the reference about groups as they end, together in one request."""
 
         def ask(ended: dict[int, list[Rollout]]) -> None:
             groups = [Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()]
@@ -198,8 +197,7 @@ class Rounds:
                 yield from zip(rows, logprobs, strict=True)
 
     def _kl(self, samples: list[Sample]) -> torch.Tensor:
-        """Return the KL of each completion: float64 [samples]. All ranks call it together. Raises ServersLost on every
-        rank if the reference did not answer a request."""
+        """Return the KL of each completion: float64 [samples]. Raises ServersLost on every rank without an answer."""
         lost = None
         with self._clock("wait_ref"):
             try:
@@ -211,7 +209,6 @@ class Rounds:
 
 
 def make_samples(group: Group) -> list[Sample]:
-    """Make the update's samples of a group's completions."""
     samples = []
     for place, rollout in enumerate(group.trained.values()):
         sample = Sample(group.example.prompt_ids, rollout.completion_ids, rollout.finished)

@@ -22,8 +22,6 @@ _FAILURES = "tool_failures"  # the calls of tools that failed, among a step's nu
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a step, which may differ from step to step."""
-
     beta: float
     entropy_coef: float
     learning_rate: float
@@ -43,7 +41,6 @@ class StepResult:
 
 
 def coefficients(run: Run) -> Coefficients:
-    """Return the coefficients of the next step."""
     config, progress = run.config, run.progress
     entropy_coef = applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
     return Coefficients(progress.beta, entropy_coef, run.schedule.get_last_lr()[0], progress.ref_step)
