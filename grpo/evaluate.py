@@ -65,8 +65,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
         closing.callback(turns.close)
     rewards = join_rewards(functions, {} if turns is None else turns.rewards)
     check_verdicts(config, rewards)
-    split = config.dataset_train_split if _is_whole_file(config) else config.dataset_test_split
-    examples = load_examples(config, split, tokenizer, config.eval_samples, rank == 0, processor, turns)
+    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor, turns)
     check_reward_columns(config, examples, functions)
     started, pool = start_rewards(functions, config, device, "evaluate")
     if pool is not None:
@@ -133,9 +132,13 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
 
 
 def _is_whole_file(config: EvaluateConfig) -> bool:
-    """Tell whether the data is a single file without a split, which is loaded as for training, whole."""
     is_whole = config.eval_holdout == 0 and "[" not in config.dataset_test_split and not is_mixture(config)
     return is_whole and Path(config.dataset_name).expanduser().is_file()
+
+
+def _split(config: EvaluateConfig) -> str:
+    """Return the split to load. A single file has none: it is loaded as the trainer loads its training data, whole."""
+    return config.dataset_train_split if _is_whole_file(config) else config.dataset_test_split
 
 
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
