@@ -54,8 +54,10 @@ def _load_split(config: AnsweringConfig, split: str):
         datasets.config.HF_HUB_OFFLINE = True
     try:
         if files:
-            kind = _FILE_TYPES[files[0].suffix]
-            paths, options = [glob.escape(str(file)) for file in files], _csv_options(config) if kind == "csv" else {}
+            kind, paths, options = _FILE_TYPES[files[0].suffix], [glob.escape(str(file)) for file in files], {}
+            if kind == "csv":  # prompts and gold answers are text (007, NA), an empty cell elsewhere is null
+                columns = config.dataset_prompt_column, TRL_COLUMN, config.dataset_answer_column
+                options = {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
             return datasets.load_dataset(kind, data_files=paths, split=f"train{part}", **options)
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
     except datasets.exceptions.DatasetGenerationError as error:
@@ -63,12 +65,6 @@ def _load_split(config: AnsweringConfig, split: str):
     # `datasets` raises StopIteration for an empty file, RecursionError for JSON that is too deep.
     except (OSError, ValueError, StopIteration, RecursionError, datasets.exceptions.DatasetsError) as error:
         raise _cannot_load(config, split, error) from error
-
-
-def _csv_options(config: AnsweringConfig) -> dict[str, Any]:
-    """Return how pandas reads CSV: prompts and gold answers as text (007, NA), an empty cell elsewhere as null."""
-    columns = config.dataset_prompt_column, TRL_COLUMN, config.dataset_answer_column
-    return {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
 
 
 def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

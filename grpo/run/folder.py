@@ -76,7 +76,7 @@ def write_model(
     name: str = "MODEL",
     processor: PictureProcessor | None = None,
 ) -> None:
-    """Write as save_model does, but perhaps half. Raises the libraries' errors. `name` is the model's in the card."""
+    """Write as save_model does, into a folder that may stay half written. `name` is the model's name in the card."""
     if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
@@ -268,10 +268,7 @@ def use_best(checkpoint: Path, folder: Path, config: TrainerConfig) -> None:
         write_progress(unfinished, {"step": config.max_steps})
 
 
-@cache
-def _uploader(endpoint: str) -> HfApi:
-    """Return the client of a hub that uploads one folder after the other."""
-    return HfApi(endpoint)
+_uploader = cache(HfApi)  # by its endpoint: a client uploads one folder after the other
 
 
 def _upload(folder: Path, repo: str, message: str) -> Future:

@@ -161,10 +161,9 @@ def join_ranks(config: TrainerConfig) -> Ranks:
     cards = range(torch.cuda.device_count()) if device.type == "cuda" else ()  # on the CPU CUDA may be broken
     watchdog = Watchdog(rank, world_size, hint=p2p_hint([torch.cuda.get_device_name(card) for card in cards]))
     deepspeed.init_distributed(verbose=False, timeout=_longest_collective(config))
-    shared_cards = describe_shared_cards(gather(held))
-    watchdog.met = True
-    if shared_cards:
+    if shared_cards := describe_shared_cards(gather(held)):
         log.warning("%s", shared_cards)
+    watchdog.met = True
     return Ranks(rank, world_size, device, watchdog)
 
 

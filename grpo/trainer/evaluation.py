@@ -125,16 +125,11 @@ def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
 
 def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
     """Return the metric by which a checkpoint is the best. Raises ConfigError if the evaluation has no such metric."""
-    names = ["accuracy"] * bool(verdicts(rewards)) + ["reward"]
-    names += [f"rewards/{name}/mean" for name in reward_names(rewards, config)]
-    names += ["format"] * bool(full_rewards(rewards))
     kinds = ["accuracy", "reward"] if verdicts(rewards) else ["reward"]
-    names += [
-        f"{part.label}_{kind}"
-        for part in parts_of(config)
-        if part.label and part.config.dataset_test_split
-        for kind in kinds
-    ]
+    names = kinds + [f"rewards/{name}/mean" for name in reward_names(rewards, config)]
+    names += ["format"] * bool(full_rewards(rewards))
+    tested = [part.label for part in parts_of(config) if part.label and part.config.dataset_test_split]
+    names += [f"{label}_{kind}" for label in tested for kind in kinds]
     if config.num_generations_eval:
         names += [f"avg@{config.num_generations_eval}", *(f"pass@{k}" for k in config.ks)]
     name = names[0] if config.metric_for_best_model is None else config.metric_for_best_model.removeprefix("eval_")
