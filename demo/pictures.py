@@ -1,9 +1,6 @@
-"""The task of the demo with pictures: count the shapes of a kind in a small drawing.
-
-A picture has nine cells, with a shape or nothing in each. Every answer from 0 to 5 is as frequent as any other: without
-looking, one in six is right. One arrangement in ten, chosen by a hash, is held out: no picture of the training split
-and no demonstration has it.
-"""
+"""The task of the demo with pictures: count the shapes of a kind in a small drawing. A picture has nine cells, with a
+shape or nothing in each. Every answer from 0 to 5 is as frequent as any other: without looking, one in six is right.
+One arrangement in ten, chosen by a hash, is held out: no picture of the training split and no demonstration has it."""
 
 import hashlib
 import io

@@ -1,8 +1,6 @@
-"""The demo on a real model: SmolLM2-135M-Instruct, out of a Python package, learns to add numbers of two digits.
-
-The untrained model talks about the question and solves one sum in fifteen; it learns to write the sum and its result.
-One sum in ten, chosen by a hash of its text, is held out.
-"""
+"""The demo on a real model: SmolLM2-135M-Instruct, out of a Python package, learns to add numbers of two digits. The
+untrained model talks about the question and solves one sum in fifteen; it learns to write the sum and its result. One
+sum in ten, chosen by a hash of its text, is held out."""
 
 import importlib.util
 import random

@@ -1,8 +1,6 @@
-"""The tools of the demo with tools: prices and stocks of ninety shops, which nobody else knows.
-
-Settings name them by their file: `--tools demo/shop.py:price demo/shop.py:stock`. A hash draws every number, so that
-none follows from another.
-"""
+"""The tools of the demo with tools: prices and stocks of ninety shops, which nobody else knows. Settings name them by
+their file: `--tools demo/shop.py:price demo/shop.py:stock`. A hash draws every number, so that none follows from
+another."""
 
 import hashlib
 

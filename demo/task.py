@@ -1,8 +1,6 @@
-"""The demo's task: word problems of two additions or subtractions.
-
-All numbers are from 2 to 9, and both results are from 0 to 15. One calculation in ten, chosen by a hash of its text, is
-held out: no problem of the training split and no demonstration has it, in any story.
-"""
+"""The demo's task: word problems of two additions or subtractions. All numbers are from 2 to 9, and both results are
+from 0 to 15. One calculation in ten, chosen by a hash of its text, is held out: no problem of the training split and no
+demonstration has it, in any story."""
 
 import hashlib
 import json

@@ -1,7 +1,5 @@
-"""Reads settings: defaults, overridden by those saved with a model, by `--config FILE.yaml`, and by options.
-
-One flat YAML file serves all programs: each reads its own fields, and passes over the others'.
-"""
+"""Reads settings: defaults, overridden by those saved with a model, by `--config FILE.yaml`, and by options. One flat
+YAML file serves all programs: each reads its own fields, and passes over the others'."""
 
 from __future__ import annotations
 

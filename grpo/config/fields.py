@@ -1,7 +1,5 @@
-"""What the settings of all programs share: a field with help and limits, and the checks.
-
-Field names follow TRL's GRPOConfig, ModelConfig and ScriptArguments.
-"""
+"""What the settings of all programs share: a field with help and limits, and the checks. Field names follow TRL's
+GRPOConfig, ModelConfig and ScriptArguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The interface between samplers and the tools or environment that answer the policy in a completion.
-
-The policy draws a segment up to its eos. They answer with token ids, which follow that segment in the completion, and
-the policy draws on after them: nothing that was drawn is tokenised again.
-"""
+"""The interface between samplers and the tools or environment that answer the policy in a completion. The policy draws
+a segment up to its eos. They answer with token ids, which follow that segment in the completion, and the policy draws
+on after them: nothing that was drawn is tokenised again."""
 
 from __future__ import annotations
 

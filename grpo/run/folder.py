@@ -1,7 +1,5 @@
-"""Saves a model with its card, and pushes it to the hub.
-
-Folders are written whole or not at all, even if the process or machine dies.
-"""
+"""Saves a model with its card, and pushes it to the hub. Folders are written whole or not at all, even if the process
+or machine dies."""
 
 from __future__ import annotations
 

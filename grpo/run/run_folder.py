@@ -1,7 +1,5 @@
 """The folder of a run or an evaluation: finds, checks, makes and locks it, and finds and checks its checkpoints.
-
-Imports no torch: grpo.launch checks the folder before it starts anything.
-"""
+Imports no torch: grpo.launch checks the folder before it starts anything."""
 
 from __future__ import annotations
 

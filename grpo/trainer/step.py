@@ -1,8 +1,6 @@
-"""One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches.
-
-It trains on the tokens that the policy drew. The answers of tools and environments between them are fed to the model,
-and have no part in any number here.
-"""
+"""One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches. It trains
+on the tokens that the policy drew. The answers of tools and environments between them are fed to the model, and have no
+part in any number here."""
 
 from __future__ import annotations
 
