@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-COMMAND = "GRPO_COMMAND"
-"""the environment variable with the command that the user typed, for the programs that grpo.launch starts"""
-LOWERED = "GRPO_LOWERED"
-"""the variable by which grpo.launch names the file in which a rank out of memory leaves a lower setting"""
+# Variables of grpo.launch: the command that the user typed, the file in which a rank out of memory leaves a setting.
+COMMAND, LOWERED = "GRPO_COMMAND", "GRPO_LOWERED"
 
 LAUNCHER_VARIABLES = (
     "a launcher sets RANK and LOCAL_RANK, both below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT: start under one, "

@@ -14,8 +14,7 @@ UNUSED_BOUNDS = {
     "cispo": ("epsilon", "delta"),
     "sapo": ("epsilon", "epsilon_high", "delta"),
     "vespo": ("epsilon", "epsilon_high", "delta"),
-}
-"""the bounds of the ratio that a loss type does not use"""
+}  # the bounds of the ratio that a loss type does not use
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo", "passk")
 
 
@@ -82,10 +81,8 @@ class LossSection(Section):
 
     @property
     def upper_clip(self) -> float:
-        """Return epsilon_high, or this loss type's default."""
-        if self.epsilon_high is not None:
-            return self.epsilon_high
-        return 5.0 if self.loss_type == "cispo" else self.epsilon
+        default = 5.0 if self.loss_type == "cispo" else self.epsilon
+        return default if self.epsilon_high is None else self.epsilon_high
 
     @property
     def groups_have_signal(self) -> bool:

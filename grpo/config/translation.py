@@ -66,11 +66,10 @@ _INSTEAD = {
     "use dataset_image_column, for a model that reads pictures": "image_key",
     "write it with TRL's signature (docs/rewards.md)": "score_function custom_reward_function",
 }
+# What to do about settings of other trainers, first of all TRL's, and of the reference server.
 INSTEAD = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
-"""what to do about settings of other trainers, first of all TRL's, and of the reference server"""
 
-Rule = str | Callable[[Any], dict[str, Any]]
-"""our name for a setting, or a function of its value that returns ours"""
+Rule = str | Callable[[Any], dict[str, Any]]  # our name for a setting, or a function of its value that returns ours
 
 
 def _data(value: Any) -> dict[str, Any]:
@@ -201,8 +200,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "verl": {"system_prompt": ""},
     "easyr1": {"system_prompt": ""},
-}
-"""what a setting is there where a file does not name it, if it is something else here"""
+}  # what a setting is there where a file does not name it, if it is something else here
 TABLES = {"trl": _TRL, "verl": _VERL, "easyr1": _EASYR1, "simple_grpo": _SIMPLE_GRPO}
 
 

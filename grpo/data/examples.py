@@ -24,10 +24,9 @@ from grpo.data.responder import Responder
 from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import EncodedPicture
 
-GIVEN_TO_REWARDS = {
-    *("prompts", "completions", "completion_ids", "prompt_texts", "trainer_state", "log_extra", "log_metric")
-}
-"""the arguments of a reward function beside the columns, in this program or in TRL"""
+# The arguments of a reward function beside the columns, in this program or in TRL.
+GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "prompt_texts"}
+GIVEN_TO_REWARDS |= {"trainer_state", "log_extra", "log_metric"}
 
 
 def make_example(

@@ -28,8 +28,7 @@ _SETTINGS = {
     "prompt_column": "dataset_prompt_column",
     "answer_column": "dataset_answer_column",
     "image_column": "dataset_image_column",
-}
-"""the setting that each field of an entry replaces; the first three are TRL's names"""
+}  # the setting that each field of an entry replaces; the first three are TRL's names
 _FIELDS = [*_SETTINGS, "label", "weight"]
 
 

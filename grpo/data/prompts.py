@@ -201,8 +201,7 @@ class PromptStream:
     first ones follow them in the same step. With `weights` by source each source has its share of the prompts and its
     own epochs. The step number is the whole state."""
 
-    signals = ""
-    """of each group so far, "1" if it had a signal, else "0": for an AdaptiveStream, the rest of its state"""
+    signals = ""  # of each group so far, "1" if it had a signal, else "0": for an AdaptiveStream, the rest of its state
 
     def __init__(
         self,

@@ -45,8 +45,7 @@ class Rounds:
     rewarder: Rewarder
     client: ReferenceClient | None  # None without servers
     adapter_off: AdapterOffReference | None  # None unless the policy itself is the reference
-    logged: dict[str, list[float]] = field(default_factory=dict)
-    """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
+    logged: dict[str, list[float]] = field(default_factory=dict)  # what log_metric was given, until a step has taken it
 
     def __post_init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()

@@ -99,8 +99,7 @@ class _Step:
     chosen: torch.Tensor | None  # how many of the step's tokens chose each expert; None without a balance loss
     lost: ServerError | None = None
     trained: list[Sample] = field(default_factory=list)
-    old_logprobs: list[torch.Tensor] = field(default_factory=list)
-    """those of the policy before this step; empty if the samples have some, or are not trained on again"""
+    old_logprobs: list[torch.Tensor] = field(default_factory=list)  # empty if the samples have some, or need none
     values: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 

@@ -36,8 +36,7 @@ class StepResult:
     applied: bool  # False if the loss or gradient was not finite: DeepSpeed left the weights as they were
     fault: str  # why the step taught the policy nothing, and what helps; empty if it taught something
     signal: int  # number of the signal that a rank received; 0 for none
-    drifts: list[tuple[int, float, int]]
-    """(group id, mean distance of its sampler's log-probs from the policy's, tokens); empty without a pool"""
+    drifts: list[tuple[int, float, int]]  # group id, mean distance of sampler and policy, tokens; empty without a pool
 
 
 def coefficients(run: Run) -> Coefficients:
