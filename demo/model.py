@@ -123,35 +123,33 @@ def answer_of(completion: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-def no_inputs(examples: list[Problem], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a model of text is fed beside the ids."""
-    return {}
+def has_answer(completion: str, problem: Problem) -> bool:
+    return answer_of(completion) == problem.answer
 
 
 @torch.no_grad()
 def greedy_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: list[Problem], inputs_of: InputsOf = no_inputs
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[Problem],
+    inputs_of: InputsOf | None = None,
+    tools: list[dict] | None = None,
+    is_right: Callable[[str, Problem], bool] = has_answer,
 ) -> float:
-    """Return the share of the problems whose greedy completion has the right answer."""
-    texts = [prompt_text(tokenizer, problem.question) for problem in examples]
+    """Return the share of the problems whose greedy completion is right."""
+    texts = [prompt_text(tokenizer, problem.question, tools) for problem in examples]
     inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    ids = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        do_sample=False,
-        max_new_tokens=MAX_NEW_TOKENS,
-        **inputs_of(examples, inputs["input_ids"]),
-    )
+    more = inputs_of(examples, inputs["input_ids"]) if inputs_of else {}
+    ids = model.generate(**inputs, **more, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     completions = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [answer_of(text) == problem.answer for text, problem in zip(completions, examples, strict=True)]
-    return sum(right) / len(right)
+    return sum(map(is_right, completions, examples)) / len(examples)
 
 
 def demonstration_loss(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     demonstrations: list[tuple[Problem, str]],
-    inputs_of: InputsOf = no_inputs,
+    inputs_of: InputsOf | None = None,
     tools: list[dict] | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy of the completions' tokens, the end token among them, without those of answers. An
@@ -166,7 +164,7 @@ def demonstration_loss(
     for row, tokens in enumerate(rows):
         ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
         labels[row, : len(tokens)] = torch.tensor([token if learned else -100 for token, learned in tokens])
-    inputs = inputs_of([problem for problem, _ in demonstrations], ids)
+    inputs = inputs_of([problem for problem, _ in demonstrations], ids) if inputs_of else {}
     return model(input_ids=ids, labels=labels, use_cache=False, **inputs).loss
 
 

@@ -21,14 +21,14 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from demo.model import (
     START,
     build_model,
     demonstration_loss,
-    prompt_text,
+    greedy_accuracy,
     refuse_to_overwrite,
     save,
     train,
@@ -175,16 +175,6 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return train_tokenizer(corpus, [START], TAGS + PIECES, CHAT_TEMPLATE)
 
 
-@torch.no_grad()
-def greedy_calls(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: list[Problem]) -> float:
-    """Return the share of the problems for which the model writes the right call, greedily."""
-    texts = [prompt_text(tokenizer, problem.question, TOOLS) for problem in examples]
-    inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    ids = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    turns = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(turn == p.call for turn, p in zip(turns, examples, strict=True)) / len(turns)
-
-
 def build(folder: Path, seed: int) -> None:
     """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format. Uses
     no held-out problem, and no number of the shops."""
@@ -193,7 +183,10 @@ def build(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer)
-    accuracy = partial(greedy_calls, model, tokenizer, list(islice(problems(rng), 256)))
+    asked = list(islice(problems(rng), 256))
+    accuracy = partial(
+        greedy_accuracy, model, tokenizer, asked, tools=TOOLS, is_right=lambda turn, problem: turn == problem.call
+    )
     loss_of = partial(demonstration_loss, model, tokenizer, tools=TOOLS)
     looked_up = ((problem, look_up(problem, rng)) for problem in problems(rng))
     train(model, looked_up, loss_of, accuracy, name="learning to look up", updates=300, learning_rate=6e-3)
