@@ -125,9 +125,9 @@ class Programs:
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
                 signal.signal(number, self._pass_on)
         shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        shared |= {LOWERED: self._lowered}
         for rank in range(ranks):
-            self._ranks.append(self._start("grpo_ref_split.py", cards, shared | {"RANK": rank, "LOCAL_RANK": rank}))
+            own = shared | {LOWERED: self._lowered, "RANK": rank, "LOCAL_RANK": rank}
+            self._ranks.append(self._start("grpo_ref_split.py", cards, own))
 
     def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
         command = f"{program_name()} {shlex.join(sys.argv[1:])}"
