@@ -106,8 +106,7 @@ def language_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    config = Qwen2Config(**language_settings(tokenizer), tie_word_embeddings=True, dtype="float32")
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(Qwen2Config(**language_settings(tokenizer), tie_word_embeddings=True, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
 

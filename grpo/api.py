@@ -222,9 +222,8 @@ class _Inputs:
 
     def write(self, settings: Mapping[str, Any]) -> Path:
         """Write the settings, with functions by the names of files; return the file."""
-        named = {name: self._named(name, value) for name, value in settings.items()}
         try:
-            text = to_yaml(named)
+            text = to_yaml({name: self._named(name, value) for name, value in settings.items()})
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"a setting is no text, number or list of such: {error.args[-1]!r}") from error
         self.folder.mkdir(parents=True, exist_ok=True)

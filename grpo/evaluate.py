@@ -71,8 +71,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     if pool is not None:
         closing.callback(pool.close)
     rewarder = Rewarder(rewards, started, config)
-    model = load_model(config, device)
-    sampler = _sampler(config, model, tokenizer, processor, turns)
+    sampler = _sampler(config, load_model(config, device), tokenizer, processor, turns)
     start = time.perf_counter()
     with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
         metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())

@@ -35,8 +35,7 @@ def main() -> int:
     parser.add_argument("--from", nargs=2, metavar=("TRAINER", "FILE"), dest="source", help=", ".join(TABLES))
     arguments = parser.parse_args()
     try:
-        files = starting_files(arguments.source)
-        write(arguments.folder, files)
+        write(arguments.folder, starting_files(arguments.source))
     except ConfigError as error:
         parser.error(str(error))
     print(f"next:  cd {arguments.folder} && grpo launch --config config.yaml --dry_run")

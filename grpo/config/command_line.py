@@ -241,8 +241,7 @@ def _read(kind: type, word: str) -> Any:
     try:
         return kind(word)
     except ValueError:
-        remedy = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"{word!r}: use {remedy}") from None
+        raise argparse.ArgumentTypeError(f"{word!r}: use a {'whole number' if kind is int else 'number'}") from None
 
 
 def _read_choice(choices: tuple[str, ...], word: str) -> str:

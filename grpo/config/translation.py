@@ -228,8 +228,7 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[st
 
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
     """Make settings of what other trainers say in several parts, and of their defaults."""
-    given = {name: value for name, value in parts.items() if not name.startswith("_")}
-    settings = _DEFAULTS.get(trainer, {}) | given
+    settings = _DEFAULTS.get(trainer, {}) | {name: part for name, part in parts.items() if not name.startswith("_")}
     if int(settings.get("max_steps", 0)) > 0:  # which wins there
         settings.pop("num_train_epochs", None)
     elif "num_train_epochs" in settings:

@@ -162,7 +162,6 @@ def find_function(field: str, name: str, module: ModuleType, kind: str) -> Calla
     function_name = name.rpartition(":")[2]
     function = getattr(module, function_name, None)
     if not callable(function):
-        defined = [other for other, value in vars(module).items() if callable(value)]
-        hint = did_you_mean(function_name, defined)
+        hint = did_you_mean(function_name, [other for other, value in vars(module).items() if callable(value)])
         raise ConfigError(f"{field}={name!r}: {Path(module.__file__).name} has no such {kind}{hint}: define it there")
     return function

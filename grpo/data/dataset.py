@@ -34,8 +34,7 @@ def load_rows(config: AnsweringConfig, split: str):
     size = math.ceil(config.eval_holdout * (len(rows) if config.eval_holdout < 1 else 1))
     config.check(size < len(rows), eval_holdout=f"{config.dataset_name} has {len(rows)} rows: leave some to train on")
     order = np.random.default_rng(0).permutation(len(rows))
-    chosen = order[size:] if split == config.dataset_train_split else order[:size]
-    return rows.select(np.sort(chosen))
+    return rows.select(np.sort(order[size:] if split == config.dataset_train_split else order[:size]))
 
 
 def _load_split(config: AnsweringConfig, split: str):

@@ -90,5 +90,4 @@ def _part(config: AnsweringConfig, folder: Path, number: int, entry: dict[str, A
     beside = folder / Path(entry["path"]).expanduser()
     if beside.exists():
         mine.dataset_name = str(beside)
-    label = entry.get("label") or Path(entry["path"]).stem
-    return Part(label, entry.get("weight"), mine)
+    return Part(entry.get("label") or Path(entry["path"]).stem, entry.get("weight"), mine)

@@ -65,8 +65,7 @@ class Stats:
     @property
     def metric(self) -> float:
         low, high = (self.low, self.high) if self.count else (math.nan, math.nan)
-        values = {"mean": self.mean, "std": self.std, "sum": self.total, "min": low, "max": high}
-        return values[self.statistic]
+        return {"mean": self.mean, "std": self.std, "sum": self.total, "min": low, "max": high}[self.statistic]
 
 
 def add_stats(stats: dict[str, Stats], values: Mapping[str, Any]) -> None:

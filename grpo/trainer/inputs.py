@@ -121,8 +121,7 @@ def _order_prompts(config: TrainerConfig, examples: list[Example]) -> PromptStre
         config.check(weights is None, dataset_order=remedy)
         rounds = config.steps_per_generation, config.max_policy_lag
         return AdaptiveStream(examples, config.prompts_per_step, seed, *rounds)
-    order = order_of(config, examples)
-    return PromptStream(examples, config.prompts_per_step, seed, order, weights)
+    return PromptStream(examples, config.prompts_per_step, seed, order_of(config, examples), weights)
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:

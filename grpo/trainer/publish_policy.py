@@ -117,8 +117,7 @@ class PolicyPublisher:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
-        has_adapter = hasattr(self.model, "peft_config")
-        weights = adapter_weights(self.model) if has_adapter else named_weights(self.model)
+        weights = adapter_weights(self.model) if hasattr(self.model, "peft_config") else named_weights(self.model)
         for name, weight in weights.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(weight, device="cpu")

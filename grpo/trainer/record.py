@@ -183,8 +183,7 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
         raise lost[-1]
     bad_steps = run.progress.bad_steps
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
-        steps = ", ".join(map(str, bad_steps))
-        raise EndRun(f"steps {steps} taught the policy nothing: the last {result.fault}")
+        raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: the last {result.fault}")
     if result.signal and step < run.config.max_steps:
         raise EndRun(f"stopped by signal {result.signal}", 128 + result.signal)
 

@@ -116,8 +116,7 @@ def set_up(
         if pool is not None and rank == 0:
             policy = PolicyPublisher(pool, engine.module, batcher, folder, ask, stop_waiting)
             pool_run = PoolRun(config, policy, inputs.tokenizer, folder.name, checkpoints, inputs.turns)
-        for_rank = inputs.tokenizer, inputs.end_ids, inputs.stream, ranks
-        drawing = PoolSampler(config, source, ask, pool_run, *for_rank)
+        drawing = PoolSampler(config, source, ask, pool_run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
     rounds = Rounds(config, engine.module, drawing, batcher, inputs.stream, rewarder, client, adapter_off)
     progress = Progress(config.beta, config.entropy_coef, reference=first_reference)
     if checkpoint is not None:

@@ -228,8 +228,7 @@ def _experts_chosen(
     for indices in micro_batches:
         rows = [samples[index] for index in indices]
         if any(sample.tokens for sample in rows):
-            batch = _make(rows, batcher, model.device)
-            total = total + experts_chosen(router_logits(model, batch), per_token)
+            total = total + experts_chosen(router_logits(model, _make(rows, batcher, model.device)), per_token)
     return sum(gather(total.cpu()))  # a rank without tokens adds a 0
 
 
