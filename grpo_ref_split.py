@@ -47,12 +47,12 @@ from grpo.run.exit import run_to_the_end
 from grpo.run.folder import SaveError, open_repo, push_model
 from grpo.run.preflight import check_alike, describe_inputs, find_run
 from grpo.run.run_folder import find_run_folder
-from grpo.trainer.callback import call_back
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.inputs import read_inputs
 from grpo.trainer.out_of_memory import OutOfMemory
 from grpo.trainer.record import (
+    call_back,
     evaluate_policy,
     finish,
     progress_bar,

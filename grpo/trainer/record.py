@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -15,15 +15,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from grpo.client.server_errors import ServersLost
+from grpo.config.errors import RewardError
+from grpo.config.user_code import user_code
 from grpo.data.records import StepBatch
-from grpo.rewards.functions import TrainerState
-from grpo.run.collective import gather
+from grpo.rewards.functions import TrainerState, format_user_stack
+from grpo.run.collective import from_first, gather
 from grpo.run.exit import EndRun
 from grpo.run.folder import save_model, use_best
 from grpo.run.json_lines import with_error
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
-from grpo.trainer.rewarding import RewardsLost
+from grpo.trainer.rewarding import RewardsLost, fail_together
 from grpo.trainer.setup import Run
 from grpo.trainer.step_result import StepResult
 
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 FLAT_STEPS = 5  # steps in a row without signal after which a warning says so, once until a step has signal again
 MOST_BAD_STEPS = 5  # steps in a row that teach nothing, after which the run ends: a few may be a reward out of scale
 SAMPLE_STEPS = 50  # steps from one completion in the log to the next
+ASKED = "save", "stop", None  # what a callback may ask for: a checkpoint, an end after this step, nothing
 _HALF_SAMPLE = 300  # characters of a prompt's or completion's begin, and of its end, in the log
 
 
@@ -108,6 +111,32 @@ def record_step(
     if skipped:
         run.recorder.bad_step(step, skipped)
     _warn(run, step, result)
+
+
+def call_back(run: Run, step: int, batch: StepBatch, result: StepResult) -> str | None:
+    """Return what the user's callback asks for, on every rank; None without one. It is called on rank 0 alone, with the
+    step's row of metrics.jsonl, and all that the step trained on as in completions.jsonl. All ranks call this together.
+    Raises RewardsLost if the callback raises, or returns something else than ASKED."""
+    if run.inputs.callback is None:
+        return None
+    completions = list(chain.from_iterable(gather(batch.to_lines(run.rewarder.names))))
+    asked = None
+    with fail_together():
+        if run.recorder is not None:
+            asked = _call(run.inputs.callback, step, result.metrics, completions)
+    return from_first(asked)
+
+
+def _call(callback: Callable, step: int, metrics: dict, completions: list[dict]) -> str | None:
+    try:
+        with user_code("callback", step):
+            asked = callback(step=step, metrics=dict(metrics), completions=completions)
+    except Exception as error:  # the user's code may raise anything
+        message = f"callback raised {type(error).__name__} after step {step}: {error}"
+        raise RewardError(message, format_user_stack(error)) from error
+    if asked not in ASKED:
+        raise RewardError(f"callback returned {asked!r} after step {step}: return 'save', 'stop' or None")
+    return asked
 
 
 def _warn(run: Run, step: int, result: StepResult) -> None:
