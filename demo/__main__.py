@@ -41,12 +41,8 @@ PICTURE = re.compile(r"<\|vision_start\|>.*<\|vision_end\|>")
 
 # One thread for what builds the model (two with pictures), and each for two ranks and the server: more wait for each
 # other on a loaded machine. On the CPU even where the machine has a GPU.
-ENVIRONMENT = os.environ | {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | CPU
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,9 @@ def train_tokenizer(
     `special_tokens` are those beside padding and end; `tags` are ordinary tokens that no corpus needs to have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(tags),
@@ -77,32 +74,17 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=special_tokens,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
+    tokens = {"eos_token": END, "pad_token": PAD, "additional_special_tokens": special_tokens}
+    options = {"chat_template": chat_template, "clean_up_tokenization_spaces": False, "model_max_length": 512}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **options)
 
 
 def language_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return the settings of a tiny Qwen2. At the usual initializer_range, 0.02, one so small learns far slower."""
-    return dict(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, max_position_embeddings=512)
+    layers = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, initializer_range=0.06)
+    ids = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return sizes | layers | ids
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:

@@ -59,32 +59,15 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
     piece, video, begin, end = tokenizer.convert_tokens_to_ids([PIECE, VIDEO, BEGIN, END])
-    text = language_settings(tokenizer) | dict(
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
-    )
+    positions = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+    text = language_settings(tokenizer) | {"rope_parameters": positions}
     vision = dict(
-        depth=1,
-        hidden_size=48,
-        intermediate_size=96,
-        num_heads=4,
-        out_hidden_size=64,
-        patch_size=PATCH,
-        spatial_merge_size=MERGED,
-        window_size=SIDE * CELL,
-        fullatt_block_indexes=[0],
-        initializer_range=0.06,
+        depth=1, hidden_size=48, intermediate_size=96, num_heads=4, out_hidden_size=64, initializer_range=0.06
     )
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=piece,
-        video_token_id=video,
-        vision_start_token_id=begin,
-        vision_end_token_id=end,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    vision |= dict(patch_size=PATCH, spatial_merge_size=MERGED, window_size=SIDE * CELL, fullatt_block_indexes=[0])
+    ids = dict(image_token_id=piece, video_token_id=video, vision_start_token_id=begin, vision_end_token_id=end)
+    whole = dict(text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="float32")
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**whole, **ids))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
 
