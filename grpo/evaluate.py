@@ -74,7 +74,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     sampler = _sampler(config, load_model(config, device), tokenizer, processor, turns)
     start = time.perf_counter()
     with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
-        metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
+        metrics, completions = evaluate(sampler, examples, rewarder, rank, world_size, TrainerState())
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:

@@ -27,13 +27,7 @@ EVALUATION_SEED = 1 << 63  # no seed of training's groups
 
 
 def evaluate(
-    sampler: Sampler,
-    examples: Sequence[Example],
-    rewarder: Rewarder,
-    config: RewardedConfig,
-    rank: int,
-    world_size: int,
-    state: TrainerState,
+    sampler: Sampler, examples: list[Example], rewarder: Rewarder, rank: int, world_size: int, state: TrainerState
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 
@@ -45,6 +39,7 @@ def evaluate(
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
     """
+    config = rewarder.config
     samples, temperature = config.num_generations_eval, config.eval_temperature or config.temperature
     problems, size = range(len(examples)), config.sequences_per_generate
     greedy = [(problem, 0) for problem in problems]
@@ -77,7 +72,7 @@ def evaluate(
                 completions.append(_line(example, sample, rollout, verdict))
     rewards = sum(gather(rewards))
     by_source = _by_source(rewards[:, :, 0], [example.source for example in examples], rewarder)
-    return _metrics(sum(gather(counts)), rewards, rewarder, config) | by_source, completions
+    return _metrics(sum(gather(counts)), rewards, rewarder) | by_source, completions
 
 
 def _by_source(greedy: np.ndarray, sources: list[str], rewarder: Rewarder) -> dict[str, float]:
@@ -159,11 +154,11 @@ def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarra
     return judged | ({"format": rewarder.has_format(rewards)} if rewarder.full_rewards else {})
 
 
-def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, config: RewardedConfig) -> dict[str, float]:
+def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder) -> dict[str, float]:
     """Compute the metrics from [length, clipped, calls, failed calls] and [functions], both x problems x (greedy,
     samples)."""
     length, clipped, calls, failures = counts[:, :, 0]
-    greedy, count, metrics = rewards[:, :, 0], len(length), {}
+    greedy, count, config, metrics = rewards[:, :, 0], len(length), rewarder.config, {}
     if rewarder.verdicts:
         accuracy = rewarder.is_correct(greedy).mean().item()
         metrics |= {"eval_accuracy": accuracy, "eval_accuracy_se": math.sqrt(accuracy * (1 - accuracy) / count)}

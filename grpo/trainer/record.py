@@ -66,7 +66,7 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
         log.info("step %d: evaluating %d held-out problems", step, len(examples))
         run.sampler.update_weights(step)
         state = TrainerState(step, config.max_steps)
-        metrics, completions = evaluate(run.sampler, examples, run.rewarder, config, ranks.rank, ranks.size, state)
+        metrics, completions = evaluate(run.sampler, examples, run.rewarder, ranks.rank, ranks.size, state)
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
         recorded = sorted(greedy, key=itemgetter("problem"))[: config.log_eval_completions]

@@ -127,7 +127,7 @@ class Rewarder:
 
     def __init__(self, rewards: Mapping[str, Any], started: dict[str, Callable | RewardScorer], config: RewardedConfig):
         """`rewards` are those of join_rewards, `started` those of the functions as start_rewards returns them."""
-        self._started, self._config, weights = started, config, [*config.reward_weights]
+        self._started, self.config, weights = started, config, [*config.reward_weights]
         self._of_environment = [name for name in rewards if name not in started]
         self.names = reward_names(rewards, config)
         self.weights = torch.tensor(weights + [1.0] * (len(self.names) - len(weights)), dtype=torch.float64)
@@ -146,7 +146,7 @@ class Rewarder:
         numbers follow from the run's seed, the step in `state`, and `key`, which no other batch of the step has. The
         punishment for length counts the tokens of answers too, and applies only beside another reward. Raises
         RewardError, ServerError."""
-        config, key = self._config, (self._config.seed, state.global_step, *key)
+        config, key = self.config, (self.config.seed, state.global_step, *key)
         by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged, key))
         given = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
         for name in self._of_environment:
