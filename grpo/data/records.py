@@ -127,14 +127,9 @@ class StepBatch:
     def cut(self, start: int, end: int) -> StepBatch:
         """Return the batch of the groups from `start` up to `end`."""
         copies = len(self.samples) // len(self.groups)
-        return StepBatch(
-            self.groups[start:end],
-            self.by_function[:, start:end],
-            self.rewards[start:end],
-            self.signal[start:end],
-            self.samples[start * copies : end * copies],
-            self.requests,
-        )
+        groups, by_function, samples = self.groups[start:end], self.by_function[:, start:end], self.samples
+        samples = samples[start * copies : end * copies]
+        return StepBatch(groups, by_function, self.rewards[start:end], self.signal[start:end], samples, self.requests)
 
     def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what

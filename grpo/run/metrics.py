@@ -42,14 +42,8 @@ class Stats:
         return cls(array.size, total, squares, low, high, statistic)
 
     def __add__(self, other: Stats) -> Stats:
-        return Stats(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-            min(self.low, other.low),
-            max(self.high, other.high),
-            self.statistic,
-        )
+        count, total, squares = self.count + other.count, self.total + other.total, self.squares + other.squares
+        return Stats(count, total, squares, min(self.low, other.low), max(self.high, other.high), self.statistic)
 
     @property
     def mean(self) -> float:

@@ -196,11 +196,7 @@ def split_masked(samples: Sequence[Sample], config: LossSection) -> tuple[list[S
 
 @torch.no_grad()
 def policy_logprobs(
-    model: PreTrainedModel,
-    samples: Sequence[Sample],
-    config: TrainerConfig,
-    batcher: Batcher,
-    with_entropy: bool = False,
+    model: PreTrainedModel, samples: list[Sample], config: TrainerConfig, batcher: Batcher, with_entropy: bool = False
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the model's log-probs of each sample, and its entropies on request: float32 [sample.tokens], bit for bit
     those of an update on the same samples: in bfloat16 another cut into micro-batches rounds differently."""
