@@ -71,16 +71,8 @@ class TrainingSection(Section):
         None, "AdamW's peak rate; unset is 1e-6, with use_peft 1e-5, or that of a continued run", common=True, above=0
     )
     lr_scheduler_type: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "inverse_sqrt",
-        "warmup_stable_decay",
+        *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
+        *("cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
     ] = option("constant_with_warmup", "course of the learning rate after its warm-up, by transformers' names")
     lr_scheduler_kwargs: dict | str | None = option(None, "arguments of the course: '{\"min_lr_rate\": 0.1}'")
     warmup_steps: float = option(10, "updates in which the rate rises from 0; below 1: a share of all", at_least=0)
