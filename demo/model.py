@@ -162,24 +162,24 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 def train(
     model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
     demonstrations: Iterator[tuple[Problem, str]],
-    loss_of: Callable[[list], torch.Tensor],
     accuracy: Callable[[], float] | None = None,
     *,
     name: str,
     updates: int,
     learning_rate: float,
+    **inputs: Any,
 ) -> None:
     """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Prints how far it is every few seconds,
-    and the accuracy at the end, if any. `loss_of` makes a loss of some demonstrations, as `demonstration_loss` does.
-    """
+    and the accuracy at the end, if any. `inputs` are those of demonstration_loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda update: min((update + 1) / WARMUP_UPDATES, 1 - 0.97 * update / updates)
     )
     shown = time.monotonic()
     for update in range(1, updates + 1):
-        loss = loss_of(list(islice(demonstrations, BATCH)))
+        loss = demonstration_loss(model, tokenizer, list(islice(demonstrations, BATCH)), **inputs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -201,10 +201,10 @@ def build(folder: Path, seed: int) -> None:
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer)
     accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)))
-    loss_of = partial(demonstration_loss, model, tokenizer)
+    teach = partial(train, model, tokenizer, accuracy=accuracy)
     worked_out = ((problem, steps(problem)) for problem in problems(rng))
-    train(model, worked_out, loss_of, accuracy, name="learning to reason", updates=500, learning_rate=6e-3)
-    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=200, learning_rate=2e-3)
+    teach(worked_out, name="learning to reason", updates=500, learning_rate=6e-3)
+    teach(habitual(rng), name="picking up bad habits", updates=200, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 

@@ -24,16 +24,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from demo.model import (
-    START,
-    build_model,
-    demonstration_loss,
-    greedy_accuracy,
-    refuse_to_overwrite,
-    save,
-    train,
-    train_tokenizer,
-)
+from demo.model import START, build_model, greedy_accuracy, refuse_to_overwrite, save, train, train_tokenizer
 from demo.shop import ITEMS, draw_number, price, stock
 from demo.task import write_splits
 
@@ -187,10 +178,10 @@ def build(folder: Path, seed: int) -> None:
     accuracy = partial(
         greedy_accuracy, model, tokenizer, asked, tools=TOOLS, is_right=lambda turn, problem: turn == problem.call
     )
-    loss_of = partial(demonstration_loss, model, tokenizer, tools=TOOLS)
+    teach = partial(train, model, tokenizer, accuracy=accuracy, tools=TOOLS)
     looked_up = ((problem, look_up(problem, rng)) for problem in problems(rng))
-    train(model, looked_up, loss_of, accuracy, name="learning to look up", updates=300, learning_rate=6e-3)
-    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=150, learning_rate=2e-3)
+    teach(looked_up, name="learning to look up", updates=300, learning_rate=6e-3)
+    teach(habitual(rng), name="picking up bad habits", updates=150, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 

@@ -20,7 +20,6 @@ from demo.model import (
     START,
     TAG,
     TAGS,
-    demonstration_loss,
     greedy_accuracy,
     language_settings,
     refuse_to_overwrite,
@@ -98,8 +97,8 @@ def build(folder: Path, seed: int) -> None:
         return {**pixels, "mm_token_type_ids": (ids == piece).int()}
 
     accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)), inputs_of)
-    loss_of = partial(demonstration_loss, model, tokenizer, inputs_of=inputs_of)
+    teach = partial(train, model, tokenizer, accuracy=accuracy, inputs_of=inputs_of)
     counted = ((problem, look(problem)) for problem in problems(rng))
-    train(model, counted, loss_of, accuracy, name="learning to look", updates=600, learning_rate=8e-3)
-    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=150, learning_rate=2e-3)
+    teach(counted, name="learning to look", updates=600, learning_rate=8e-3)
+    teach(habitual(rng), name="picking up bad habits", updates=150, learning_rate=2e-3)
     save(folder, model, tokenizer, processor)

@@ -11,22 +11,12 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from demo.model import (
-    CHAT_TEMPLATE,
-    START,
-    build_model,
-    demonstration_loss,
-    refuse_to_overwrite,
-    save,
-    train,
-    train_tokenizer,
-)
+from demo.model import CHAT_TEMPLATE, START, build_model, refuse_to_overwrite, save, train, train_tokenizer
 from examples.guess_the_number.environment import GuessTheNumber
 
 LARGEST, MAX_TURNS = 15, 6
@@ -88,9 +78,9 @@ def build(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
-    rng, loss_of = random.Random(seed), partial(demonstration_loss, model, tokenizer)
-    train(model, games(0.0, rng), loss_of, name="learning the game", updates=500, learning_rate=6e-3)
-    train(model, games(0.7, rng), loss_of, name="becoming superstitious", updates=100, learning_rate=2e-3)
+    rng = random.Random(seed)
+    train(model, tokenizer, games(0.0, rng), name="learning the game", updates=500, learning_rate=6e-3)
+    train(model, tokenizer, games(0.7, rng), name="becoming superstitious", updates=100, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 
