@@ -122,8 +122,7 @@ def write_splits(
     train_size: int,
     test_size: int,
 ) -> None:
-    """Write train.jsonl and test.jsonl with rows of the first problems of distinct questions that `draw` yields, with
-    the test's held out."""
+    """Write train.jsonl and test.jsonl with rows of distinct questions that `draw` yields, the test's held out."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size, held_out in [("train", train_size, False), ("test", test_size, True)]:
         chosen: dict[str, Any] = {}

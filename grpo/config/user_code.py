@@ -27,8 +27,7 @@ _kept = ExitStack()  # restores the states before the first of the running calls
 
 @contextmanager
 def user_code(*key: int | str) -> Iterator[None]:
-    """Run sync code of the user's inside. `key` seeds `random`, NumPy and torch; afterwards their random states and
-    torch's modes are restored."""
+    """Run sync code of the user's inside, with random numbers by `key`; then restore their states and torch's modes."""
     with modes_kept(), _seeded(key, always=True):
         yield
 

@@ -282,8 +282,7 @@ def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
 
 
 def to_universal(engine: Path, to: Path) -> None:
-    """Join the parts that each rank saved with ZeRO-2 into a tensor per parameter, for any number of ranks. Raises
-    OSError with the last line of DeepSpeed's program if it fails."""
+    """Join the parts of ZeRO-2's ranks into a tensor per parameter. Raises OSError with DeepSpeed's last line."""
     program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(engine), "--output_folder", str(to)]
     ended = subprocess.run([*program, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

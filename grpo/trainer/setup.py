@@ -80,8 +80,7 @@ class Run:
 def set_up(
     config: TrainerConfig, ranks: Ranks, inputs: Inputs, folder: Path, checkpoint: Path | None, launcher: Launcher
 ) -> Run:
-    """Reach the servers, load the policy, start its engine, and continue from the checkpoint, if one is given. Raises
-    ConfigError for a model, server or checkpoint that does not fit."""
+    """Reach the servers, load the policy, start its engine, and continue from a checkpoint. Raises ConfigError."""
     rank, world_size, device, _ = ranks
     description = _describe_run(config, inputs, world_size, checkpoint)
     any_version = config.ref_update_steps > 0 and (checkpoint is not None or has_begun(folder))
