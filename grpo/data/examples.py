@@ -87,7 +87,7 @@ def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str)
     if isinstance(answer, bytes):
         reason = f"{place} has {str(answer)[:80]}: a gold answer is text, a number, a list or a dict"
         config.refuse("dataset_answer_column", f"{reason}: name a column of such")
-    if not _is_prompt(prompt):
+    if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_message, prompt)))):
         config.refuse(
             "dataset_prompt_column",
             f"{place} has {str(prompt)[:80]}: a prompt is text, or a list of messages whose content is text or a list "
@@ -113,10 +113,6 @@ def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> li
         return part | {"image": next(rest)} if part["type"] == "image" else part
 
     return [message | {"content": [*map(fill, message["content"])]} for message in messages]
-
-
-def _is_prompt(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (isinstance(prompt, list) and len(prompt) > 0 and all(map(_is_message, prompt)))
 
 
 def _is_message(message: Any) -> bool:
