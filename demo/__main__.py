@@ -217,7 +217,7 @@ def report(demo: Demo, folder: Path, building: float, training: float) -> None:
     print(f"\nSeconds: {seconds}.")
     print(f"learning curves: {folder / 'run/curves.png'}")
     if demo is VISION:
-        from demo.gallery import draw_gallery
+        from demo.pictures import draw_gallery
 
         problems = [(question_of(old), old, new) for old, new in pairs]
         draw_gallery(folder / "run/pictures.png", folder / "run/pictures", problems)

@@ -5,11 +5,13 @@ One arrangement in ten, chosen by a hash, is held out: no picture of the trainin
 import hashlib
 import io
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset, Features, Image, Value, disable_progress_bars
+from matplotlib.figure import Figure
 from PIL import Image as Pillow
 from PIL import ImageDraw
 
@@ -26,6 +28,9 @@ SIDE, CELL = 3, 16  # cells of a row; pixels of a cell's side, which are those o
 MOST, OTHERS = 5, 3  # shapes of the kind that is asked for, and of other kinds
 # How Qwen writes a picture of this size into a prompt.
 PICTURE = "<|vision_start|>" + "<|image_pad|>" * SIDE**2 + "<|vision_end|>"
+WIDE, HIGH = 4, 3  # pictures of a gallery
+RIGHT, WRONG = "#16976b", "#d8437f"
+ANSWERED = re.compile(r"<think>(.*)</think><answer>(.*)</answer>")
 
 
 @dataclass(frozen=True)
@@ -147,3 +152,21 @@ def png(image: Pillow.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
+
+
+def draw_gallery(path: Path, pictures: Path, problems: list[tuple[str, dict, dict]]) -> None:
+    """Write a PNG of the first problems: a question each, and its records in completions.jsonl before and after.
+    `pictures` is the folder of the files that the records name."""
+    figure = Figure(figsize=(3.4 * WIDE, 3.5 * HIGH))
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.97, bottom=0.09, wspace=0.02, hspace=0.5)
+    for place, (question, before, after) in enumerate(problems[: WIDE * HIGH], 1):
+        axes = figure.add_subplot(HIGH, WIDE, place)
+        axes.imshow(Pillow.open(pictures / before["pictures"][0]), interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(question, fontsize=11)
+        for line, (name, sample) in enumerate((("before", before), ("after", after))):
+            text = ANSWERED.sub(r"\1\nanswer \2", sample["completion"])
+            colour = RIGHT if sample["correct"] else WRONG
+            style = dict(transform=axes.transAxes, ha="center", va="top", fontsize=9, color=colour)
+            axes.text(0.5, -0.03 - 0.15 * line, f"{name}: {text}", **style)
+    figure.savefig(path, dpi=110)

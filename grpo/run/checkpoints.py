@@ -123,8 +123,7 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            tokenizer, processor = self.tokenizer, self.processor
-            write_model(engine.module, tokenizer, unfinished, self.config, progress.step, processor=processor)
+            write_model(engine.module, self.tokenizer, unfinished, self.config, progress.step, processor=self.processor)
 
         def save_rank() -> None:
             with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
