@@ -9,15 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.sampling_settings import AnsweringConfig
-from grpo.data.chat_template import (
-    PartMessage,
-    add_observation,
-    chat_messages,
-    place_pictures,
-    render_prompt,
-    text_of_messages,
-    tokenize_prompt,
-)
+from grpo.data import chat_template as chat
 from grpo.data.dataset_pictures import PictureColumn, check_prompt
 from grpo.data.records import Example
 from grpo.data.responder import Responder
@@ -61,7 +53,7 @@ def make_example(
         check_prompt([picture.file for picture in pictures])
     count = None if column is None or processor is None else len(pictures)
     if turns is not None and (observation := turns.observe(columns)):
-        prompt = add_observation(prompt, observation)
+        prompt = chat.add_observation(prompt, observation)
     if not pictures and _is_blank(prompt):
         return None
     tools, system_prompt = None if turns is None else turns.tools, config.system_prompt
@@ -72,13 +64,15 @@ def make_example(
         rendered, system_prompt = prompt, ""
         prompt_ids = tokenizer(prompt)["input_ids"]
     else:
-        rendered = render_prompt(tokenizer, prompt, system_prompt, config.chat_template_kwargs, place, count, tools)
-        prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
-    messages, conversation = chat_messages(prompt, system_prompt), prompt if isinstance(prompt, list) else None
+        rendered = chat.render_prompt(
+            tokenizer, prompt, system_prompt, config.chat_template_kwargs, place, count, tools
+        )
+        prompt_ids = chat.tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
+    messages, conversation = chat.chat_messages(prompt, system_prompt), prompt if isinstance(prompt, list) else None
     if pictures:
-        messages = place_pictures(messages, count)
-        conversation = conversation and _fill(place_pictures(conversation, count), pictures)
-    messages = text_of_messages(messages)
+        messages = chat.place_pictures(messages, count)
+        conversation = conversation and _fill(chat.place_pictures(conversation, count), pictures)
+    messages = chat.text_of_messages(messages)
     return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
 
 
@@ -105,7 +99,7 @@ def gold_answer(answer: Any) -> str:
     return str(answer).rsplit("####", 1)[-1].strip()
 
 
-def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> list[PartMessage]:
+def _fill(messages: list[chat.PartMessage], pictures: Sequence[EncodedPicture]) -> list[chat.PartMessage]:
     """Return the messages with the pictures in their parts, as TRL's prepare_multimodal_messages does."""
     rest = iter(pictures)
 
@@ -135,8 +129,8 @@ def _is_part(part: Any) -> bool:
     return False
 
 
-def _is_blank(prompt: str | list[PartMessage]) -> bool:
+def _is_blank(prompt: str | list[chat.PartMessage]) -> bool:
     """Tell whether only the system says anything."""
-    messages = text_of_messages(chat_messages(prompt, ""))
+    messages = chat.text_of_messages(chat.chat_messages(prompt, ""))
     spoken = [message for message in messages if message["role"] != "system"] or messages
     return not any(message["content"].strip() for message in spoken)
