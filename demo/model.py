@@ -195,9 +195,7 @@ def train(
 def build(folder: Path, seed: int) -> None:
     """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format. Uses
     no held-out problem. Takes about 30 s of one CPU core."""
-    refuse_to_overwrite(folder)
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
+    rng = begin(folder, seed)
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer)
     accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)))
@@ -208,9 +206,12 @@ def build(folder: Path, seed: int) -> None:
     save(folder, model, tokenizer)
 
 
-def refuse_to_overwrite(folder: Path) -> None:
+def begin(folder: Path, seed: int) -> random.Random:
+    """Seed torch, and return random numbers of this seed. Raises FileExistsError if a model is there already."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists; remove it to build the model again")
+    torch.manual_seed(seed)
+    return random.Random(seed)
 
 
 def save(folder: Path, *parts: PushToHubMixin) -> None:

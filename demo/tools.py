@@ -20,11 +20,10 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from demo.model import START, build_model, greedy_accuracy, refuse_to_overwrite, save, train, train_tokenizer
+from demo.model import START, begin, build_model, greedy_accuracy, save, train, train_tokenizer
 from demo.shop import ITEMS, draw_number, price, stock
 from demo.task import write_splits
 
@@ -169,9 +168,7 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 def build(folder: Path, seed: int) -> None:
     """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format. Uses
     no held-out problem, and no number of the shops."""
-    refuse_to_overwrite(folder)
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
+    rng = begin(folder, seed)
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer)
     asked = list(islice(problems(rng), 256))

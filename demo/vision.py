@@ -16,17 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from demo.model import (
-    START,
-    TAG,
-    TAGS,
-    greedy_accuracy,
-    language_settings,
-    refuse_to_overwrite,
-    save,
-    train,
-    train_tokenizer,
-)
+from demo.model import START, TAG, TAGS, begin, greedy_accuracy, language_settings, save, train, train_tokenizer
 from demo.pictures import CELL, SIDE, Problem, guess, look, problems, untagged
 
 MERGED = 2  # patches of a token's side
@@ -57,14 +47,14 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    piece, video, begin, end = tokenizer.convert_tokens_to_ids([PIECE, VIDEO, BEGIN, END])
+    piece, video, start, end = tokenizer.convert_tokens_to_ids([PIECE, VIDEO, BEGIN, END])
     positions = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
     text = language_settings(tokenizer) | {"rope_parameters": positions}
     vision = dict(
         depth=1, hidden_size=48, intermediate_size=96, num_heads=4, out_hidden_size=64, initializer_range=0.06
     )
     vision |= dict(patch_size=PATCH, spatial_merge_size=MERGED, window_size=SIDE * CELL, fullatt_block_indexes=[0])
-    ids = dict(image_token_id=piece, video_token_id=video, vision_start_token_id=begin, vision_end_token_id=end)
+    ids = dict(image_token_id=piece, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end)
     whole = dict(text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="float32")
     model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**whole, **ids))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -84,10 +74,8 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 def build(folder: Path, seed: int) -> None:
     """Build the model and write it with tokenizer and processor to `folder`, which must not exist. Uses no held-out
     arrangement. Takes about 80 s of one CPU core."""
-    refuse_to_overwrite(folder)
+    rng = begin(folder, seed)
     torch.set_num_threads(2)  # the shown runs began so; one thread, as in the other demos, rounds differently
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
     tokenizer, processor = build_tokenizer(seed), build_processor()
     model = build_model(tokenizer)
     piece = tokenizer.convert_tokens_to_ids(PIECE)

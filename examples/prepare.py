@@ -14,9 +14,7 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
-from demo.model import CHAT_TEMPLATE, START, build_model, refuse_to_overwrite, save, train, train_tokenizer
+from demo.model import CHAT_TEMPLATE, START, begin, build_model, save, train, train_tokenizer
 from demo.task import write_splits
 
 EXAMPLES = "countdown", "python_tests", "sql", "style"
@@ -31,9 +29,7 @@ def completions(task: ModuleType, rng: random.Random, right: float) -> Iterator[
 
 def build(task: ModuleType, folder: Path, seed: int) -> None:
     """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format."""
-    refuse_to_overwrite(folder)
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
+    rng = begin(folder, seed)
     texts = (f"user\n{problem.question}\nassistant\n{text}" for problem, text in completions(task, rng, 0.5))
     tokenizer = train_tokenizer(islice(texts, 2000), [START], [], CHAT_TEMPLATE)
     model = build_model(tokenizer)
