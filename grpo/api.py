@@ -272,9 +272,8 @@ def _environment() -> dict[str, str]:
 
 def _follow(program: list[str], config: Path) -> None:
     """Run a program with these settings to its end; print its lines, or show steps as a bar. Pass signals on."""
-    process = start_program(
-        [*program, "--config", str(config)], _environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = start_program([*program, "--config", str(config)], _environment(), **streams)
     errors: list[str] = []
     interrupted = False
     with _signals_passed_on(process), closing(_Screen()) as screen:

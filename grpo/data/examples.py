@@ -58,15 +58,13 @@ def make_example(
         return None
     tools, system_prompt = None if turns is None else turns.tools, config.system_prompt
     if config.prompt_format == "raw" and isinstance(prompt, str):
-        config.check(
-            not pictures and not tools, prompt_format="pictures and tools have their place in a chat: use chat"
-        )
+        remedy = "pictures and tools have their place in a chat: use chat"
+        config.check(not pictures and not tools, prompt_format=remedy)
         rendered, system_prompt = prompt, ""
         prompt_ids = tokenizer(prompt)["input_ids"]
     else:
-        rendered = chat.render_prompt(
-            tokenizer, prompt, system_prompt, config.chat_template_kwargs, place, count, tools
-        )
+        settings = system_prompt, config.chat_template_kwargs
+        rendered = chat.render_prompt(tokenizer, prompt, *settings, place, count, tools)
         prompt_ids = chat.tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
     messages, conversation = chat.chat_messages(prompt, system_prompt), prompt if isinstance(prompt, list) else None
     if pictures:

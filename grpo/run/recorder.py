@@ -104,9 +104,8 @@ class Mlflow:
         try:
             mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "grpo"))
             before = mlflow.search_runs(filter_string=f"tags.grpo_run_id = '{run_id}'", output_format="list")
-            mlflow.start_run(
-                run_id=before[0].info.run_id if before else None, run_name=folder.name, tags={"grpo_run_id": run_id}
-            )
+            known = before[0].info.run_id if before else None
+            mlflow.start_run(run_id=known, run_name=folder.name, tags={"grpo_run_id": run_id})
             if not before:  # MLflow refuses to change a parameter
                 mlflow.log_params(asdict(config))
         except mlflow.MlflowException as error:

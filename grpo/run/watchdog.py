@@ -101,9 +101,8 @@ class Watchdog:
             if self._closed.wait(BEAT if beat else 0.0):
                 return
             try:
-                store = store or dist.TCPStore(
-                    os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
-                )
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = store or dist.TCPStore(*address, wait_for_workers=False)
             except RuntimeError:  # rank 0 did not open the store within five minutes
                 continue
             try:

@@ -182,6 +182,5 @@ def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder) -> dic
             metrics[f"eval_{name}_se"] = values.std(ddof=1).item() / math.sqrt(count) if count > 1 else math.nan
     total = Stats.of(total_rewards(torch.from_numpy(greedy), rewarder.weights))
     metrics |= {"eval_reward": total.mean, "eval_reward_se": total.std / math.sqrt(max(1, total.count))}
-    return metrics | {
-        f"eval_rewards/{name}/mean": Stats.of(values).mean for name, values in zip(rewarder.names, greedy, strict=True)
-    }
+    by_name = zip(rewarder.names, greedy, strict=True)
+    return metrics | {f"eval_rewards/{name}/mean": Stats.of(values).mean for name, values in by_name}
