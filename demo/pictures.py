@@ -2,7 +2,6 @@
 shape or nothing in each. Every answer from 0 to 5 is as frequent as any other: without looking, one in six is right.
 One arrangement in ten, chosen by a hash, is held out: no picture of the training split and no demonstration has it."""
 
-import hashlib
 import io
 import random
 import re
@@ -14,6 +13,8 @@ from datasets import Dataset, Features, Image, Value, disable_progress_bars
 from matplotlib.figure import Figure
 from PIL import Image as Pillow
 from PIL import ImageDraw
+
+from demo.task import in_test_split
 
 KINDS = {"circles": "circle", "squares": "square", "triangles": "triangle"}
 COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 119, 180)}
@@ -69,10 +70,6 @@ class Problem:
         """The text that decides the split: what is in each cell, wherever in it."""
         return ",".join(f"{cell.colour} {cell.name}" if cell else "" for cell in self.cells)
 
-    @property
-    def held_out(self) -> bool:
-        return int.from_bytes(hashlib.sha256(self.arrangement.encode()).digest(), "big") % 10 == 0
-
     def count(self, kind: str) -> int:
         return sum(cell is not None and cell.name == KINDS[kind] for cell in self.cells)
 
@@ -126,7 +123,7 @@ def problems(
             for name in names
         ]
         problem = Problem(wording, kind, tuple(cells))
-        if problem.held_out == held_out:
+        if in_test_split(problem.arrangement) == held_out:
             yield problem
 
 
