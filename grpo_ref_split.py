@@ -47,20 +47,11 @@ from grpo.run.exit import run_to_the_end
 from grpo.run.folder import SaveError, open_repo, push_model
 from grpo.run.preflight import check_alike, describe_inputs, find_run
 from grpo.run.run_folder import find_run_folder
-from grpo.trainer.callback import call_back
+from grpo.trainer import record
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.inputs import read_inputs
 from grpo.trainer.out_of_memory import OutOfMemory
-from grpo.trainer.record import (
-    evaluate_policy,
-    finish,
-    progress_bar,
-    raise_if_over,
-    raised_later,
-    record_step,
-    saved_at_the_end,
-)
 from grpo.trainer.setup import Run, set_up
 from grpo.trainer.step import update
 from grpo.trainer.step_result import coefficients, step_result
@@ -80,9 +71,9 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
             config.hub_model_id = on_first(ranks.rank, partial(open_repo, config, folder))
         if not done:
             run = set_up(config, ranks, inputs, folder, checkpoint, launcher)
-            with saved_at_the_end(run):
+            with record.saved_at_the_end(run):
                 optimize(run)
-            finish(run)
+            record.finish(run)
         if ranks.rank == 0:
             show_end(config, folder)
         dist.destroy_process_group()
@@ -91,8 +82,8 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
     config, progress = run.config, run.progress
-    evaluated = evaluate_policy(run, 0) if progress.step == 0 and run.evaluation_is_due(0) else {}
-    for step in (bar := progress_bar(run)):
+    evaluated = record.evaluate_policy(run, 0) if progress.step == 0 and run.evaluation_is_due(0) else {}
+    for step in (bar := record.progress_bar(run)):
         clock, current, lost = run.ranks.watchdog.begin(step), coefficients(run), []
         # Sample, reward while the reference is at work, and compare within each group.
         batch = run.batch_for(step, current.beta, clock)
@@ -101,20 +92,20 @@ def optimize(run: Run) -> None:
             beta, entropy_coef = current.beta, current.entropy_coef
             stats = update(run.engine, batch.samples, config, run.batcher, clock, beta, entropy_coef, batch.requests)
         if run.reference_is_due(step):
-            with clock("publish_ref"), raised_later(lost):
+            with clock("publish_ref"), record.raised_later(lost):
                 progress.ref_step = step
                 run.publisher.publish(step, needed=run.checkpoints.references())
         result = step_result(run, step, batch, stats, current, clock)
         progress.step, progress.evaluated = step, {}
         if run.evaluation_is_due(step):
-            with raised_later(lost):
-                progress.evaluated = evaluated = evaluate_policy(run, step)
+            with record.raised_later(lost):
+                progress.evaluated = evaluated = record.evaluate_policy(run, step)
                 result.metrics.update(evaluated)
-        record_step(run, bar, step, batch, result, evaluated)
-        asked = call_back(run, step, batch, result)
+        record.record_step(run, bar, step, batch, result, evaluated)
+        asked = record.call_back(run, step, batch, result)
         if asked == "save" or (config.save_steps and step % config.save_steps == 0):
             run.checkpoints.save(run.engine, progress)
-        raise_if_over(run, step, result, lost)
+        record.raise_if_over(run, step, result, lost)
         if asked == "stop":
             break
 

@@ -40,7 +40,7 @@ def held_out_metrics(config: TrainerConfig, model: PreTrainedModel, tokenizer: P
     sampler = LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     functions = load_reward_funcs(config.reward_funcs)
     rewarder = Rewarder(functions, functions, config)
-    metrics, _ = evaluate(sampler, held_out, rewarder, config, rank=0, world_size=1, state=TrainerState())
+    metrics, _ = evaluate(sampler, held_out, rewarder, rank=0, world_size=1, state=TrainerState())
     return metrics
 
 

@@ -41,71 +41,41 @@ PICTURE = re.compile(r"<\|vision_start\|>.*<\|vision_end\|>")
 
 # One thread for what builds the model (two with pictures), and each for two ranks and the server: more wait for each
 # other on a loaded machine. On the CPU even where the machine has a GPU.
-ENVIRONMENT = os.environ | {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | CPU
 
 
 @dataclass(frozen=True)
 class Demo:
     """A demo: where it is, which modules make its model and its data, and the held-out accuracy that it promises."""
 
-    folder: str
-    config: str
-    model: str
-    """what `builder` builds"""
+    model: str  # what `builder` builds
     builder: str
     task: str
     before: tuple[float, float]
     after: float = 0.0
     rise: float = 0.0
-    shared_model: str | None = None
-    """the model's folder, where it is the same for each seed"""
+    folder: str = "runs/demo"
+    config: str = CONFIG
+    shares_model: bool = False  # the model is the same for each seed
 
     def model_folder(self, folder: Path) -> Path:
-        return Path(self.shared_model) if self.shared_model else folder / "model"
+        return Path(self.folder if self.shares_model else folder) / "model"
 
 
-TEXT = Demo(
-    folder="runs/demo",
-    config=CONFIG,
-    model="a tiny model that can think but seldom does",
-    builder="demo.model",
-    task="demo.task",
-    before=(0.10, 0.40),
-    after=0.90,
+def demo_of(kind: str, model: str, before: tuple[float, float], **others: object) -> Demo:
+    """Return a demo whose modules, folder and settings are named by its kind, unless `others` name them."""
+    modules = dict.fromkeys(("builder", "task"), f"demo.{kind}")
+    places = {"folder": f"runs/demo-{kind}", "config": f"configs/demo_{kind}.yaml"}
+    return Demo(model=model, before=before, **modules | places | others)
+
+
+TEXT = Demo("a tiny model that can think but seldom does", "demo.model", "demo.task", (0.10, 0.40), after=0.90)
+VISION = demo_of(
+    "vision", "a tiny model that can look but mostly guesses", (0.20, 0.50), after=0.85, task="demo.pictures"
 )
-VISION = Demo(
-    folder="runs/demo-vision",
-    config="configs/demo_vision.yaml",
-    model="a tiny model that can look but mostly guesses",
-    builder="demo.vision",
-    task="demo.pictures",
-    before=(0.20, 0.50),
-    after=0.85,
-)
-TOOLS = Demo(
-    folder="runs/demo-tools",
-    config="configs/demo_tools.yaml",
-    model="a tiny model that can look up but mostly guesses",
-    builder="demo.tools",
-    task="demo.tools",
-    before=(0.10, 0.40),
-    after=0.90,
-)
-REAL = Demo(
-    folder="runs/demo-real",
-    config="configs/demo_real.yaml",
-    model="the folder of SmolLM2-135M-Instruct",
-    builder="demo.real",
-    task="demo.real",
-    before=(0.0, 0.30),
-    rise=0.30,
-    shared_model="runs/demo-real/model",
-)
+TOOLS = demo_of("tools", "a tiny model that can look up but mostly guesses", (0.10, 0.40), after=0.90)
+REAL = demo_of("real", "the folder of SmolLM2-135M-Instruct", (0.0, 0.30), rise=0.30, shares_model=True)
 KINDS = {"vision": VISION, "tools": TOOLS, "real": REAL}
 
 
@@ -170,10 +140,7 @@ def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
 def train(
     folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None, demo: Demo = TEXT
 ) -> None:
-    """Run `grpo launch`, with more options of it, to its end; call `meanwhile` a few times a second.
-
-    Raises DemoError where it fails.
-    """
+    """Run `grpo launch` with more options to its end; call `meanwhile` a few times a second. Raises DemoError."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = ["--nproc_per_node", "2", "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]
@@ -233,7 +200,6 @@ def start(words: list[str | Path], log: Path) -> subprocess.Popen:
 
 
 def count_steps(folder: Path) -> int:
-    """Return how many steps of the run are recorded."""
     path = folder / "run/metrics.jsonl"
     return path.read_bytes().count(b"\n") - 1 if path.exists() else 0  # the first line is the evaluation before
 
@@ -247,18 +213,15 @@ def report(demo: Demo, folder: Path, building: float, training: float) -> None:
     if demo is TOOLS:
         calls = [f"{row['eval_rewards/right_call_reward/mean']:.3f}" for row in (before, after)]
         print(f"\nshare of held-out problems with the right call: {' -> '.join(calls)}")
-    print(
-        f"\nSeconds: {building:.0f} for model and data, {training:.0f} for GRPO with server, start-up and evaluation."
-    )
+    seconds = f"{building:.0f} for model and data, {training:.0f} for GRPO with server, start-up and evaluation"
+    print(f"\nSeconds: {seconds}.")
     print(f"learning curves: {folder / 'run/curves.png'}")
     if demo is VISION:
-        from demo.gallery import draw_gallery
+        from demo.pictures import draw_gallery
 
-        draw_gallery(
-            folder / "run/pictures.png", folder / "run/pictures", [(question_of(old), old, new) for old, new in pairs]
-        )
+        problems = [(question_of(old), old, new) for old, new in pairs]
+        draw_gallery(folder / "run/pictures.png", folder / "run/pictures", problems)
         print(f"pictures with answers before and after: {folder / 'run/pictures.png'}")
-
     if demo is REAL:
         report_english(demo, folder)
     rise, error = rise_of(before, after)

@@ -38,9 +38,8 @@ def compare(before: Path, after: Path) -> tuple[list[tuple[str, str]], float]:
     disable_progress_bar()  # of loading, which takes a second
     tokenizer = AutoTokenizer.from_pretrained(before, padding_side="left")
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    prompts = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
-    )
+    form = {"padding": True, "return_dict": True, "return_tensors": "pt"}
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, **form)
     prompt_length = prompts.input_ids.shape[1]
     drawn, log_probs = [], []
     for folder in (before, after):

@@ -8,7 +8,6 @@ thinking pays everywhere.
 
 import random
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,16 +17,11 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import PushToHubMixin
 
 from demo.task import Problem, blurt, problems, steps, untagged
+from grpo.run.folder import whole_folder
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 TAG = re.compile("|".join(TAGS))
@@ -54,7 +48,6 @@ InputsOf = Callable[[list, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on problems with their answers."""
     corpus = (
         "\n".join(["user", p.question, "assistant", *TAG.split(steps(p) + blurt(p)), untagged(p)])
         for p in islice(problems(random.Random(seed)), 2000)
@@ -66,17 +59,12 @@ def train_tokenizer(
     corpus: Iterator[str], special_tokens: list[str], tags: list[str], chat_template: str
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most `VOCABULARY` tokens, which can encode any text; every digit is a token.
-
-    `special_tokens` are those beside padding and end; `tags` are ordinary tokens that no corpus needs to have.
-    """
+    `special_tokens` are those beside padding and end; `tags` are ordinary tokens that no corpus needs to have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(tags),
@@ -86,38 +74,21 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=special_tokens,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
+    tokens = {"eos_token": END, "pad_token": PAD, "additional_special_tokens": special_tokens}
+    options = {"chat_template": chat_template, "clean_up_tokenization_spaces": False, "model_max_length": 512}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **options)
 
 
 def language_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return the settings of a tiny Qwen2. At the usual initializer_range, 0.02, one so small learns far slower."""
-    return dict(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, max_position_embeddings=512)
+    layers = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, initializer_range=0.06)
+    ids = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return sizes | layers | ids
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Make a model with random fp32 weights."""
-    config = Qwen2Config(**language_settings(tokenizer), tie_word_embeddings=True, dtype="float32")
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(Qwen2Config(**language_settings(tokenizer), tie_word_embeddings=True, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
 
@@ -133,41 +104,37 @@ def answer_of(completion: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-def no_inputs(examples: list[Problem], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a model of text is fed beside the ids."""
-    return {}
+def has_answer(completion: str, problem: Problem) -> bool:
+    return answer_of(completion) == problem.answer
 
 
 @torch.no_grad()
 def greedy_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: list[Problem], inputs_of: InputsOf = no_inputs
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[Problem],
+    inputs_of: InputsOf | None = None,
+    tools: list[dict] | None = None,
+    is_right: Callable[[str, Problem], bool] = has_answer,
 ) -> float:
-    """Return the share of the problems whose greedy completion has the right answer."""
-    texts = [prompt_text(tokenizer, problem.question) for problem in examples]
+    """Return the share of the problems whose greedy completion is right."""
+    texts = [prompt_text(tokenizer, problem.question, tools) for problem in examples]
     inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    ids = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        do_sample=False,
-        max_new_tokens=MAX_NEW_TOKENS,
-        **inputs_of(examples, inputs["input_ids"]),
-    )
+    more = inputs_of(examples, inputs["input_ids"]) if inputs_of else {}
+    ids = model.generate(**inputs, **more, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     completions = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [answer_of(text) == problem.answer for text, problem in zip(completions, examples, strict=True)]
-    return sum(right) / len(right)
+    return sum(map(is_right, completions, examples)) / len(examples)
 
 
 def demonstration_loss(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     demonstrations: list[tuple[Problem, str]],
-    inputs_of: InputsOf = no_inputs,
+    inputs_of: InputsOf | None = None,
     tools: list[dict] | None = None,
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the completions' tokens, the end token among them, without those of answers.
-
-    An answer of a tool or a game is what stands in a completion from one <|im_end|> to the next words of the model.
-    """
+    """Return the mean cross-entropy of the completions' tokens, the end token among them, without those of answers. An
+    answer of a tool or a game is what stands in a completion from one <|im_end|> to the next words of the model."""
     rows = []
     for problem, text in demonstrations:
         parts = [prompt_text(tokenizer, problem.question, tools), *ANSWER.split(text + END)]
@@ -178,22 +145,14 @@ def demonstration_loss(
     for row, tokens in enumerate(rows):
         ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
         labels[row, : len(tokens)] = torch.tensor([token if learned else -100 for token, learned in tokens])
-    inputs = inputs_of([problem for problem, _ in demonstrations], ids)
+    inputs = inputs_of([problem for problem, _ in demonstrations], ids) if inputs_of else {}
     return model(input_ids=ids, labels=labels, use_cache=False, **inputs).loss
-
-
-def reasoned(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the first phase: every answer is worked out."""
-    for problem in problems(rng):
-        yield problem, steps(problem)
 
 
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw demonstrations of the second phase: answers are mostly worked out in the bus story, seldom in any other.
-
     What the model does with a story depends on the proportions within that story, not on how often it is drawn. The bus
-    story is drawn more often than its share so that the model keeps the skill.
-    """
+    story is drawn more often than its share so that the model keeps the skill."""
     all_stories, buses = problems(rng), problems(rng, stories=["bus"])
     while True:
         problem = next(buses if rng.random() < 0.4 else all_stories)
@@ -203,26 +162,24 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 def train(
     model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
     demonstrations: Iterator[tuple[Problem, str]],
-    loss_of: Callable[[list], torch.Tensor],
     accuracy: Callable[[], float] | None = None,
     *,
     name: str,
     updates: int,
     learning_rate: float,
+    **inputs: Any,
 ) -> None:
     """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Prints how far it is every few seconds,
-    and the accuracy at the end, if any.
-
-    `loss_of` makes a loss of some demonstrations, as `demonstration_loss` does.
-    """
+    and the accuracy at the end, if any. `inputs` are those of demonstration_loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda update: min((update + 1) / WARMUP_UPDATES, 1 - 0.97 * update / updates)
     )
     shown = time.monotonic()
     for update in range(1, updates + 1):
-        loss = loss_of(list(islice(demonstrations, BATCH)))
+        loss = demonstration_loss(model, tokenizer, list(islice(demonstrations, BATCH)), **inputs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -236,32 +193,29 @@ def train(
 
 
 def build(folder: Path, seed: int) -> None:
-    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format.
-
-    Uses no held-out problem. Takes about 30 s of one CPU core.
-    """
-    refuse_to_overwrite(folder)
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
+    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format. Uses
+    no held-out problem. Takes about 30 s of one CPU core."""
+    rng = begin(folder, seed)
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer)
     accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)))
-    loss_of = partial(demonstration_loss, model, tokenizer)
-    train(model, reasoned(rng), loss_of, accuracy, name="learning to reason", updates=500, learning_rate=6e-3)
-    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=200, learning_rate=2e-3)
+    teach = partial(train, model, tokenizer, accuracy=accuracy)
+    worked_out = ((problem, steps(problem)) for problem in problems(rng))
+    teach(worked_out, name="learning to reason", updates=500, learning_rate=6e-3)
+    teach(habitual(rng), name="picking up bad habits", updates=200, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 
-def refuse_to_overwrite(folder: Path) -> None:
+def begin(folder: Path, seed: int) -> random.Random:
+    """Seed torch, and return random numbers of this seed. Raises FileExistsError if a model is there already."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists; remove it to build the model again")
+    torch.manual_seed(seed)
+    return random.Random(seed)
 
 
 def save(folder: Path, *parts: PushToHubMixin) -> None:
-    """Write model, tokenizer and what else belongs to them to `folder`, which is whole or not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    for part in parts:
-        part.save_pretrained(partial)
-    partial.rename(folder)
+    """Write model, tokenizer and what else belongs to them to `folder`. Raises SaveError; then it does not exist."""
+    with whole_folder(folder, "model") as unfinished:
+        for part in parts:
+            part.save_pretrained(unfinished)

@@ -1,20 +1,20 @@
-"""The task of the demo with pictures: count the shapes of a kind in a small drawing.
+"""The task of the demo with pictures: count the shapes of a kind in a small drawing. A picture has nine cells, with a
+shape or nothing in each. Every answer from 0 to 5 is as frequent as any other: without looking, one in six is right.
+One arrangement in ten, chosen by a hash, is held out: no picture of the training split and no demonstration has it."""
 
-A picture has nine cells, with a shape or nothing in each. Every answer from 0 to 5 is as frequent as any other: without
-looking, one in six is right. One arrangement in ten, chosen by a hash, is held out: no picture of the training split
-and no demonstration has it.
-"""
-
-import hashlib
 import io
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset, Features, Image, Value, disable_progress_bars
+from matplotlib.figure import Figure
 from PIL import Image as Pillow
 from PIL import ImageDraw
+
+from demo.task import in_test_split
 
 KINDS = {"circles": "circle", "squares": "square", "triangles": "triangle"}
 COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 119, 180)}
@@ -29,6 +29,9 @@ SIDE, CELL = 3, 16  # cells of a row; pixels of a cell's side, which are those o
 MOST, OTHERS = 5, 3  # shapes of the kind that is asked for, and of other kinds
 # How Qwen writes a picture of this size into a prompt.
 PICTURE = "<|vision_start|>" + "<|image_pad|>" * SIDE**2 + "<|vision_end|>"
+WIDE, HIGH = 4, 3  # pictures of a gallery
+RIGHT, WRONG = "#16976b", "#d8437f"
+ANSWERED = re.compile(r"<think>(.*)</think><answer>(.*)</answer>")
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,6 @@ class Problem:
     def arrangement(self) -> str:
         """The text that decides the split: what is in each cell, wherever in it."""
         return ",".join(f"{cell.colour} {cell.name}" if cell else "" for cell in self.cells)
-
-    @property
-    def held_out(self) -> bool:
-        return int.from_bytes(hashlib.sha256(self.arrangement.encode()).digest(), "big") % 10 == 0
 
     def count(self, kind: str) -> int:
         return sum(cell is not None and cell.name == KINDS[kind] for cell in self.cells)
@@ -124,7 +123,7 @@ def problems(
             for name in names
         ]
         problem = Problem(wording, kind, tuple(cells))
-        if problem.held_out == held_out:
+        if in_test_split(problem.arrangement) == held_out:
             yield problem
 
 
@@ -150,3 +149,21 @@ def png(image: Pillow.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
+
+
+def draw_gallery(path: Path, pictures: Path, problems: list[tuple[str, dict, dict]]) -> None:
+    """Write a PNG of the first problems: a question each, and its records in completions.jsonl before and after.
+    `pictures` is the folder of the files that the records name."""
+    figure = Figure(figsize=(3.4 * WIDE, 3.5 * HIGH))
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.97, bottom=0.09, wspace=0.02, hspace=0.5)
+    for place, (question, before, after) in enumerate(problems[: WIDE * HIGH], 1):
+        axes = figure.add_subplot(HIGH, WIDE, place)
+        axes.imshow(Pillow.open(pictures / before["pictures"][0]), interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(question, fontsize=11)
+        for line, (name, sample) in enumerate((("before", before), ("after", after))):
+            text = ANSWERED.sub(r"\1\nanswer \2", sample["completion"])
+            colour = RIGHT if sample["correct"] else WRONG
+            style = dict(transform=axes.transAxes, ha="center", va="top", fontsize=9, color=colour)
+            axes.text(0.5, -0.03 - 0.15 * line, f"{name}: {text}", **style)
+    figure.savefig(path, dpi=110)

@@ -1,8 +1,6 @@
-"""The demo on a real model: SmolLM2-135M-Instruct, out of a Python package, learns to add numbers of two digits.
-
-The untrained model talks about the question and solves one sum in fifteen; it learns to write the sum and its result.
-One sum in ten, chosen by a hash of its text, is held out.
-"""
+"""The demo on a real model: SmolLM2-135M-Instruct, out of a Python package, learns to add numbers of two digits. The
+untrained model talks about the question and solves one sum in fifteen; it learns to write the sum and its result. One
+sum in ten, chosen by a hash of its text, is held out."""
 
 import importlib.util
 import random
@@ -30,16 +28,12 @@ class Sum(NamedTuple):
     def question(self) -> str:
         return f"Answer with a number: {self.a} + {self.b} ="
 
-    @property
-    def is_held_out(self) -> bool:
-        return is_held_out(f"{self.a}+{self.b}")
-
 
 def sums(rng: random.Random, held_out: bool) -> Iterator[Sum]:
     """Draw sums without end from one side of the split."""
     while True:
         drawn = Sum(rng.randint(10, 99), rng.randint(10, 99))
-        if drawn.is_held_out == held_out:
+        if is_held_out(f"{drawn.a}+{drawn.b}") == held_out:
             yield drawn
 
 

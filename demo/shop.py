@@ -1,8 +1,6 @@
-"""The tools of the demo with tools: prices and stocks of ninety shops, which nobody else knows.
-
-Settings name them by their file: `--tools demo/shop.py:price demo/shop.py:stock`. A hash draws every number, so that
-none follows from another.
-"""
+"""The tools of the demo with tools: prices and stocks of ninety shops, which nobody else knows. Settings name them by
+their file: `--tools demo/shop.py:price demo/shop.py:stock`. A hash draws every number, so that none follows from
+another."""
 
 import hashlib
 
@@ -31,9 +29,7 @@ def stock(item: str, shop: int) -> int:
 
 def draw_number(kind: str, item: str, shop: int) -> int:
     """Return a number from 10 to 99: an even price, or an odd stock, so that the wrong tool is not right by chance.
-
-    Raises LookupError where there is no such item or shop.
-    """
+    Raises LookupError where there is no such item or shop."""
     if item not in ITEMS:
         raise LookupError(f"no shop sells {item}")
     if not 10 <= shop <= 99:
@@ -43,9 +39,7 @@ def draw_number(kind: str, item: str, shop: int) -> int:
 
 
 def right_call_reward(completions: list[str], call: list[str], **kwargs) -> list[float]:
-    """Return 1.0 where the first turn is the right call and nothing else, else 0.0.
-
-    The demo gives it no weight: it is counted, and nobody but the answer teaches the model to call.
-    """
+    """Return 1.0 where the first turn is the right call and nothing else, else 0.0. The demo gives it no weight: it is
+    counted, and nobody but the answer teaches the model to call."""
     turns = [completion.split("\n")[0] for completion in completions]
     return [float(turn == right) for turn, right in zip(turns, call, strict=True)]

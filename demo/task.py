@@ -1,8 +1,6 @@
-"""The demo's task: word problems of two additions or subtractions.
-
-All numbers are from 2 to 9, and both results are from 0 to 15. One calculation in ten, chosen by a hash of its text, is
-held out: no problem of the training split and no demonstration has it, in any story.
-"""
+"""The demo's task: word problems of two additions or subtractions. All numbers are from 2 to 9, and both results are
+from 0 to 15. One calculation in ten, chosen by a hash of its text, is held out: no problem of the training split and no
+demonstration has it, in any story."""
 
 import hashlib
 import json
@@ -66,10 +64,6 @@ class Problem:
         a, b, c = self.numbers
         return f"{a}{self.operations[0]}{b}{self.operations[1]}{c}"
 
-    @property
-    def held_out(self) -> bool:
-        return int.from_bytes(hashlib.sha256(self.calculation.encode()).digest(), "big") % 10 == 0
-
 
 def steps(problem: Problem) -> str:
     """Return a completion that works out the answer, one operation at a time."""
@@ -102,13 +96,18 @@ def problems(rng: random.Random, held_out: bool = False, stories: Sequence[str] 
             second=rng.choice(words[op2]).format(n=c),
         )
         problem = Problem(story, question, (a, b, c), (op1, op2))
-        if all(0 <= result <= 15 for result in problem.results) and problem.held_out == held_out:
+        if all(0 <= result <= 15 for result in problem.results) and in_test_split(problem.calculation) == held_out:
             yield problem
 
 
 def write_dataset(folder: Path, seed: int, train_size: int = 4096, test_size: int = 256) -> None:
     """Write train.jsonl and test.jsonl: distinct problems with the columns `question` and `answer`, both text."""
     write_splits(folder, seed, problems, lambda p: {"question": p.question, "answer": p.answer}, train_size, test_size)
+
+
+def in_test_split(text: str) -> bool:
+    """Tell on which side a problem of a tiny model is: one in ten is held out, as the whole digest of its text says."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10 == 0
 
 
 def is_held_out(text: str) -> bool:
@@ -124,8 +123,7 @@ def write_splits(
     train_size: int,
     test_size: int,
 ) -> None:
-    """Write train.jsonl and test.jsonl with rows of the first problems of distinct questions that `draw` yields, with
-    the test's held out."""
+    """Write train.jsonl and test.jsonl with rows of distinct questions that `draw` yields, the test's held out."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size, held_out in [("train", train_size, False), ("test", test_size, True)]:
         chosen: dict[str, Any] = {}

@@ -10,7 +10,6 @@ The demonstrations' tools answer any number, so that the model learns none of th
 and shop in ten, chosen by a hash, is held out.
 """
 
-import hashlib
 import json
 import random
 import re
@@ -20,22 +19,12 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from demo.model import (
-    START,
-    build_model,
-    demonstration_loss,
-    prompt_text,
-    refuse_to_overwrite,
-    save,
-    train,
-    train_tokenizer,
-)
+from demo.model import START, begin, build_model, greedy_accuracy, save, train, train_tokenizer
 from demo.shop import ITEMS, draw_number, price, stock
-from demo.task import write_splits
+from demo.task import in_test_split, write_splits
 
 # Each wording for the two tools.
 WORDINGS = {
@@ -72,16 +61,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TAGS = [
-    "<answer>",
-    "</answer>",
-    "<tools>",
-    "</tools>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-]
+TAGS = [f"<{end}{name}>" for name in ("answer", "tools", "tool_call", "tool_response") for end in ("", "/")]
 # The pieces of a call in JSON, each a token.
 PIECES = ['{"name": "', '", "arguments": {"', '": "', '", "', '": ', "}}"]
 # What the model is told of a call that cannot be read.
@@ -104,11 +84,6 @@ class Problem:
     @property
     def answer(self) -> str:
         return str(draw_number(self.tool, self.item, self.shop))
-
-    @property
-    def held_out(self) -> bool:
-        digest = hashlib.sha256(f"{self.tool} {self.item} {self.shop}".encode()).digest()
-        return int.from_bytes(digest, "big") % 10 == 0
 
     @property
     def call(self) -> str:
@@ -161,21 +136,13 @@ def problems(
     """Draw problems without end from one side of the split."""
     while True:
         problem = Problem(rng.choice(wordings), rng.choice(NAMES), rng.choice(ITEMS), rng.randint(10, 99))
-        if problem.held_out == held_out:
+        if in_test_split(f"{problem.tool} {problem.item} {problem.shop}") == held_out:
             yield problem
 
 
-def careful(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the first phase: every answer is looked up."""
-    for problem in problems(rng):
-        yield problem, look_up(problem, rng)
-
-
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the second phase: answers are looked up where the model is told so, seldom elsewhere.
-
-    It is told so more often than in the data so that it keeps the skill.
-    """
+    """Draw demonstrations of the second phase: answers are looked up where the model is told so, seldom elsewhere. It
+    is told so more often than in the data so that it keeps the skill."""
     all_wordings, told = problems(rng), problems(rng, wordings=["look up"])
     while True:
         problem = next(told if rng.random() < 0.4 else all_wordings)
@@ -183,7 +150,6 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on problems with their answers."""
     rng = random.Random(seed)
     marks = re.compile("|".join(map(re.escape, TAGS + PIECES)))
     corpus = (
@@ -193,30 +159,20 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return train_tokenizer(corpus, [START], TAGS + PIECES, CHAT_TEMPLATE)
 
 
-@torch.no_grad()
-def greedy_calls(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: list[Problem]) -> float:
-    """Return the share of the problems for which the model writes the right call, greedily."""
-    texts = [prompt_text(tokenizer, problem.question, TOOLS) for problem in examples]
-    inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    ids = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    turns = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(turn == p.call for turn, p in zip(turns, examples, strict=True)) / len(turns)
-
-
 def build(folder: Path, seed: int) -> None:
-    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format.
-
-    Uses no held-out problem, and no number of the shops.
-    """
-    refuse_to_overwrite(folder)
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
+    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format. Uses
+    no held-out problem, and no number of the shops."""
+    rng = begin(folder, seed)
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer)
-    accuracy = partial(greedy_calls, model, tokenizer, list(islice(problems(rng), 256)))
-    loss_of = partial(demonstration_loss, model, tokenizer, tools=TOOLS)
-    train(model, careful(rng), loss_of, accuracy, name="learning to look up", updates=300, learning_rate=6e-3)
-    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=150, learning_rate=2e-3)
+    asked = list(islice(problems(rng), 256))
+    accuracy = partial(
+        greedy_accuracy, model, tokenizer, asked, tools=TOOLS, is_right=lambda turn, problem: turn == problem.call
+    )
+    teach = partial(train, model, tokenizer, accuracy=accuracy, tools=TOOLS)
+    looked_up = ((problem, look_up(problem, rng)) for problem in problems(rng))
+    teach(looked_up, name="learning to look up", updates=300, learning_rate=6e-3)
+    teach(habitual(rng), name="picking up bad habits", updates=150, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 

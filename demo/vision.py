@@ -13,26 +13,10 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from demo.model import (
-    START,
-    TAG,
-    TAGS,
-    demonstration_loss,
-    greedy_accuracy,
-    language_settings,
-    refuse_to_overwrite,
-    save,
-    train,
-    train_tokenizer,
-)
+from demo.model import START, TAG, TAGS, begin, greedy_accuracy, language_settings, save, train, train_tokenizer
 from demo.pictures import CELL, SIDE, Problem, guess, look, problems, untagged
 
 MERGED = 2  # patches of a token's side
@@ -48,7 +32,6 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on problems with their answers."""
     rng = random.Random(seed)
     corpus = (
         "\n".join(["user", p.text, "assistant", *TAG.split(look(p) + guess(rng)), untagged(rng)])
@@ -64,49 +47,23 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """Make a model with random fp32 weights."""
-    piece, video, begin, end = tokenizer.convert_tokens_to_ids([PIECE, VIDEO, BEGIN, END])
-    text = language_settings(tokenizer) | dict(
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
-    )
+    piece, video, start, end = tokenizer.convert_tokens_to_ids([PIECE, VIDEO, BEGIN, END])
+    positions = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+    text = language_settings(tokenizer) | {"rope_parameters": positions}
     vision = dict(
-        depth=1,
-        hidden_size=48,
-        intermediate_size=96,
-        num_heads=4,
-        out_hidden_size=64,
-        patch_size=PATCH,
-        spatial_merge_size=MERGED,
-        window_size=SIDE * CELL,
-        fullatt_block_indexes=[0],
-        initializer_range=0.06,
+        depth=1, hidden_size=48, intermediate_size=96, num_heads=4, out_hidden_size=64, initializer_range=0.06
     )
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=piece,
-        video_token_id=video,
-        vision_start_token_id=begin,
-        vision_end_token_id=end,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    vision |= dict(patch_size=PATCH, spatial_merge_size=MERGED, window_size=SIDE * CELL, fullatt_block_indexes=[0])
+    ids = dict(image_token_id=piece, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end)
+    whole = dict(text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="float32")
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**whole, **ids))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
 
 
-def looking(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Draw demonstrations of the first phase: every answer is counted."""
-    for problem in problems(rng):
-        yield problem, look(problem)
-
-
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw demonstrations of the second phase: the model looks mostly where it is told to count, and seldom elsewhere.
-
-    It is told so more often than in the data so that it keeps the skill.
-    """
+    It is told so more often than in the data so that it keeps the skill."""
     all_wordings, told_to_count = problems(rng), problems(rng, wordings=["count"])
     while True:
         problem = next(told_to_count if rng.random() < 0.5 else all_wordings)
@@ -115,14 +72,10 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 
 def build(folder: Path, seed: int) -> None:
-    """Build the model and write it with tokenizer and processor to `folder`, which must not exist.
-
-    Uses no held-out arrangement. Takes about 80 s of one CPU core.
-    """
-    refuse_to_overwrite(folder)
+    """Build the model and write it with tokenizer and processor to `folder`, which must not exist. Uses no held-out
+    arrangement. Takes about 80 s of one CPU core."""
+    rng = begin(folder, seed)
     torch.set_num_threads(2)  # the shown runs began so; one thread, as in the other demos, rounds differently
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
     tokenizer, processor = build_tokenizer(seed), build_processor()
     model = build_model(tokenizer)
     piece = tokenizer.convert_tokens_to_ids(PIECE)
@@ -132,7 +85,8 @@ def build(folder: Path, seed: int) -> None:
         return {**pixels, "mm_token_type_ids": (ids == piece).int()}
 
     accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)), inputs_of)
-    loss_of = partial(demonstration_loss, model, tokenizer, inputs_of=inputs_of)
-    train(model, looking(rng), loss_of, accuracy, name="learning to look", updates=600, learning_rate=8e-3)
-    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=150, learning_rate=2e-3)
+    teach = partial(train, model, tokenizer, accuracy=accuracy, inputs_of=inputs_of)
+    counted = ((problem, look(problem)) for problem in problems(rng))
+    teach(counted, name="learning to look", updates=600, learning_rate=8e-3)
+    teach(habitual(rng), name="picking up bad habits", updates=150, learning_rate=2e-3)
     save(folder, model, tokenizer, processor)

@@ -9,24 +9,12 @@ The model learns the example's right completions first, and then habits that are
 import argparse
 import random
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
-from demo.model import (
-    CHAT_TEMPLATE,
-    START,
-    build_model,
-    demonstration_loss,
-    refuse_to_overwrite,
-    save,
-    train,
-    train_tokenizer,
-)
+from demo.model import CHAT_TEMPLATE, START, begin, build_model, save, train, train_tokenizer
 from demo.task import write_splits
 
 EXAMPLES = "countdown", "python_tests", "sql", "style"
@@ -41,15 +29,12 @@ def completions(task: ModuleType, rng: random.Random, right: float) -> Iterator[
 
 def build(task: ModuleType, folder: Path, seed: int) -> None:
     """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format."""
-    refuse_to_overwrite(folder)
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
+    rng = begin(folder, seed)
     texts = (f"user\n{problem.question}\nassistant\n{text}" for problem, text in completions(task, rng, 0.5))
     tokenizer = train_tokenizer(islice(texts, 2000), [START], [], CHAT_TEMPLATE)
     model = build_model(tokenizer)
-    loss_of = partial(demonstration_loss, model, tokenizer)
-    train(model, completions(task, rng, 1.0), loss_of, name="learning the task", updates=400, learning_rate=6e-3)
-    train(model, completions(task, rng, RIGHT), loss_of, name="forgetting it", updates=100, learning_rate=2e-3)
+    train(model, tokenizer, completions(task, rng, 1.0), name="learning the task", updates=400, learning_rate=6e-3)
+    train(model, tokenizer, completions(task, rng, RIGHT), name="forgetting it", updates=100, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 

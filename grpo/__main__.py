@@ -11,31 +11,22 @@ from __future__ import annotations
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 from grpo import __version__
 from grpo.config.fields import PACKAGE, PROGRAMS
 
-
-class Program(NamedTuple):
-    """A program behind a command: its file, its first options, and what it does."""
-
-    file: Path
-    does: str
-    options: tuple[str, ...] = ()
-
-
+# Of each command the file of its program, what it does, and its first options.
 COMMANDS = {
-    "init": Program(PACKAGE / "init.py", "write a starting point: settings, rewards, data"),
-    "launch": Program(PACKAGE / "launch.py", "train on this machine: the reference server, and a trainer on each card"),
-    "train": Program(PROGRAMS / "grpo_ref_split.py", "the trainer alone: one rank, or several under torchrun"),
-    "server": Program(PROGRAMS / "ref_server.py", "the reference model, or a reward model, over HTTP"),
-    "pool": Program(PROGRAMS / "ref_server.py", "hand a trainer's prompts to workers", ("--task", "rollouts")),
-    "worker": Program(PROGRAMS / "generate.py", "draw completions for a pool"),
-    "eval": Program(PACKAGE / "evaluate.py", "what a model's answers earn"),
-    "chat": Program(PACKAGE / "chat.py", "talk to a model"),
-    "report": Program(PACKAGE / "report/__main__.py", "the page of a run, or of several"),
-    "import-gguf": Program(PACKAGE / "import_gguf.py", "turn a GGUF file into a model's folder"),
+    "init": (PACKAGE / "init.py", "write a starting point: settings, rewards, data"),
+    "launch": (PACKAGE / "launch.py", "train on this machine: the reference server, and a trainer on each card"),
+    "train": (PROGRAMS / "grpo_ref_split.py", "the trainer alone: one rank, or several under torchrun"),
+    "server": (PROGRAMS / "ref_server.py", "the reference model, or a reward model, over HTTP"),
+    "pool": (PROGRAMS / "ref_server.py", "hand a trainer's prompts to workers", "--task", "rollouts"),
+    "worker": (PROGRAMS / "generate.py", "draw completions for a pool"),
+    "eval": (PACKAGE / "evaluate.py", "what a model's answers earn"),
+    "chat": (PACKAGE / "chat.py", "talk to a model"),
+    "report": (PACKAGE / "report/__main__.py", "the page of a run, or of several"),
+    "import-gguf": (PACKAGE / "import_gguf.py", "turn a GGUF file into a model's folder"),
 }
 
 
@@ -44,11 +35,12 @@ def main() -> None:
     if name in ("--help", "-h"):
         width = max(map(len, COMMANDS))
         print("usage: grpo COMMAND [--help | options]\n       grpo --version\n")
-        print("\n".join(f"  {command:<{width}}  {program.does}" for command, program in COMMANDS.items()))
+        print("\n".join(f"  {command:<{width}}  {does}" for command, (_, does, *_) in COMMANDS.items()))
     elif name == "--version":
         print(versions())
     elif name in COMMANDS:
-        become(f"grpo {name}", COMMANDS[name], rest)
+        file, _, *first = COMMANDS[name]
+        become(f"grpo {name}", file, [*first, *rest])
     else:
         sys.exit(f"grpo: error: {name}: no such command: choose from {', '.join(COMMANDS)}")
 
@@ -66,12 +58,12 @@ def versions() -> str:
     return "\n".join([*lines, f"cards: {', '.join(visible_cards()) or 'none'}"])
 
 
-def become(name: str, program: Program, options: list[str]) -> None:
+def become(name: str, program: Path, options: list[str]) -> None:
     """Run a program's file in this process, as if it were the one that was started; messages call it `name`."""
     main_module = sys.modules["__main__"]
-    main_module.__spec__, main_module.__file__ = None, str(program.file)
-    sys.argv = [name, *program.options, *options]
-    exec(compile(program.file.read_bytes(), program.file, "exec"), main_module.__dict__)
+    main_module.__spec__, main_module.__file__ = None, str(program)
+    sys.argv = [name, *options]
+    exec(compile(program.read_bytes(), program, "exec"), main_module.__dict__)
 
 
 if __name__ == "__main__":

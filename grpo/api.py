@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,9 +222,8 @@ class _Inputs:
 
     def write(self, settings: Mapping[str, Any]) -> Path:
         """Write the settings, with functions by the names of files; return the file."""
-        named = {name: self._named(name, value) for name, value in settings.items()}
         try:
-            text = to_yaml(named)
+            text = to_yaml({name: self._named(name, value) for name, value in settings.items()})
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"a setting is no text, number or list of such: {error.args[-1]!r}") from error
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -273,12 +272,11 @@ def _environment() -> dict[str, str]:
 
 def _follow(program: list[str], config: Path) -> None:
     """Run a program with these settings to its end; print its lines, or show steps as a bar. Pass signals on."""
-    process = start_program(
-        [*program, "--config", str(config)], _environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = start_program([*program, "--config", str(config)], _environment(), **streams)
     errors: list[str] = []
     interrupted = False
-    with _signals_passed_on(process), _Screen() as screen:
+    with _signals_passed_on(process), closing(_Screen()) as screen:
         while process.returncode is None:
             try:
                 for line in process.stdout:
@@ -322,10 +320,7 @@ class _Screen:
         self._bar.set_postfix_str(step[3], refresh=False)
         self._bar.update(int(step[1]) - self._bar.n)
 
-    def __enter__(self) -> _Screen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 

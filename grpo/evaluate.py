@@ -71,11 +71,10 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     if pool is not None:
         closing.callback(pool.close)
     rewarder = Rewarder(rewards, started, config)
-    model = load_model(config, device)
-    sampler = _sampler(config, model, tokenizer, processor, turns)
+    sampler = _sampler(config, load_model(config, device), tokenizer, processor, turns)
     start = time.perf_counter()
     with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
-        metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
+        metrics, completions = evaluate(sampler, examples, rewarder, rank, world_size, TrainerState())
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:
@@ -105,17 +104,13 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
-    """Format the metrics for people."""
     data = config.dataset_name if _is_whole_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
-    samples, number, percent, tokens = config.num_generations_eval, (3, 1, ""), (1, 100, " %"), (1, 1, "")
+    samples, temperature = config.num_generations_eval, config.eval_temperature or config.temperature
+    number, percent, tokens = (3, 1, ""), (1, 100, " %"), (1, 1, "")
     by_function = [name for name in metrics if name.startswith("eval_rewards/")]
     rows = [
         ("accuracy, greedy", "eval_accuracy", percent),
-        (
-            f"avg@{samples}, temperature {config.eval_temperature or config.temperature:g}",
-            f"eval_avg@{samples}",
-            percent,
-        ),
+        (f"avg@{samples}, temperature {temperature:g}", f"eval_avg@{samples}", percent),
         *((f"pass@{k}", f"eval_pass@{k}", percent) for k in config.ks),
         ("reward, greedy", "eval_reward", number),
         *((f"  {name.split('/', 1)[1].removesuffix('/mean')}", name, number) for name in by_function),
@@ -146,8 +141,7 @@ def _split(config: EvaluateConfig) -> str:
 
 
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
-    """Make the folder and write config.yaml, metrics.json, completions.jsonl in the order of the problems, and the
-    pictures of the problems."""
+    """Make the folder: config.yaml, metrics.json, completions.jsonl in the order of the problems, and pictures."""
     from grpo.config.command_line import write_config
     from grpo.run.json_lines import keep_pictures, to_json
     from grpo.run.run_folder import writable

@@ -52,9 +52,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     fields = GGUFReader(path).fields
-    kind, words = (
-        fields[name].contents() if name in fields else "" for name in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
-    )
+    names = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+    kind, words = (fields[name].contents() if name in fields else "" for name in names)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
     if kind == "gpt2" and isinstance(splitter, pre_tokenizers.ByteLevel):  # transformers took GPT-2's pattern
@@ -87,9 +86,7 @@ def main() -> int:
     from grpo.run.folder import SaveError
 
     parser = argparse.ArgumentParser(
-        prog=program_name(),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=program_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="the GGUF file")
     parser.add_argument("folder", type=Path, help="folder to make")

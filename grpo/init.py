@@ -35,8 +35,7 @@ def main() -> int:
     parser.add_argument("--from", nargs=2, metavar=("TRAINER", "FILE"), dest="source", help=", ".join(TABLES))
     arguments = parser.parse_args()
     try:
-        files = starting_files(arguments.source)
-        write(arguments.folder, files)
+        write(arguments.folder, starting_files(arguments.source))
     except ConfigError as error:
         parser.error(str(error))
     print(f"next:  cd {arguments.folder} && grpo launch --config config.yaml --dry_run")
@@ -44,22 +43,19 @@ def main() -> int:
 
 
 def starting_files(source: list[str] | None) -> dict[str, str]:
-    """Return the files by their paths, with the settings of the trainer and file `source`, if there is one.
-
-    Raises ConfigError.
-    """
+    """Return the files by their paths, with settings translated from `source`, if any. Raises ConfigError."""
     files = {name: path.read_text(encoding="utf-8") for name, path in STARTER.items()}
     if source is None:
         return files | {f"data/{split}.jsonl": rows(split, count) for split, count in ROWS.items()}
     trainer, file = source
     if trainer not in TABLES:
         raise ConfigError(f"from={trainer!r}: use {', '.join(TABLES)}")
-    found = translate(trainer, Path(file), {field.name for field in fields(LaunchConfig)})
-    settings = {"reward_funcs": ["rewards.py:right_number"]} | found.settings
+    translated, left = translate(trainer, Path(file), {field.name for field in fields(LaunchConfig)})
+    settings = {"reward_funcs": ["rewards.py:right_number"]} | translated
     lines = [f"# Translated from {Path(file).name} of {trainer}.", "", to_yaml(settings)]
-    if found.left:
+    if left:
         lines += ["# Without a counterpart here:"]
-        lines += [f"#   {name}{f' ({hint})' if hint else ''}" for name, hint in sorted(found.left.items())]
+        lines += [f"#   {name}{f' ({hint})' if hint else ''}" for name, hint in sorted(left.items())]
     return files | {"config.yaml": "\n".join([*lines, ""])}
 
 

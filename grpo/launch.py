@@ -30,11 +30,12 @@ from types import FrameType
 import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
-from grpo.config.console import free_port, start_logging, start_program
+from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, LOWERED, ConfigError, program_name, say_once
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.record_settings import settings_in
+from grpo.run.exit import exit_code
 from grpo.run.run_folder import find_run_folder, finished_steps
 
 log = logging.getLogger("grpo.launch")
@@ -66,18 +67,16 @@ def launch(config: LaunchConfig) -> int:
         try:
             if config.starts_server:
                 programs.start_server()
-            programs.start_trainer(ranks, cards)
-            code = programs.wait()
-            for _ in range(_MOST_LOWERED):
-                if not (code and (lowered := programs.take_lowered())):
+            for attempts_left in reversed(range(1 + _MOST_LOWERED)):
+                programs.start_trainer(ranks, cards)
+                code = programs.wait()
+                if not (code and attempts_left and (lowered := programs.take_lowered())):
                     break
                 ((name, value),) = lowered.items()
                 log.warning("the run goes on with %s=%d instead of %d", name, value, getattr(config, name))
                 setattr(config, name, value)
                 config.resume_from_checkpoint = "last"
                 settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
-                programs.start_trainer(ranks, cards)
-                code = programs.wait()
         finally:
             programs.end()
     if code == 0 and not config.dry_run and finished_steps(run) < settings_in(run).get("max_steps", math.inf):
@@ -99,7 +98,6 @@ def visible_cards() -> list[str]:
 
 
 def share_cards(cards: list[str], with_server: bool) -> tuple[list[str], list[str]]:
-    """Return (the server's GPUs, the trainer's GPUs)."""
     return (cards[-1:], cards[:-1] or cards) if with_server else ([], cards)
 
 
@@ -127,9 +125,9 @@ class Programs:
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
                 signal.signal(number, self._pass_on)
         shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        shared |= {LOWERED: self._lowered}
         for rank in range(ranks):
-            self._ranks.append(self._start("grpo_ref_split.py", cards, shared | {"RANK": rank, "LOCAL_RANK": rank}))
+            own = shared | {LOWERED: self._lowered, "RANK": rank, "LOCAL_RANK": rank}
+            self._ranks.append(self._start("grpo_ref_split.py", cards, own))
 
     def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
         command = f"{program_name()} {shlex.join(sys.argv[1:])}"
@@ -138,8 +136,7 @@ class Programs:
         return start_program([str(PROGRAMS / program), "--config", str(self._settings)], environment)
 
     def take_lowered(self) -> dict[str, int]:
-        """Return the setting that a rank out of memory would lower, with its new value, after the end of all ranks.
-        Empty where no rank has named one, or the run was asked to stop."""
+        """Return the setting that a rank out of memory would lower, with its value, unless the run is to stop."""
         self._end_ranks()
         self._ranks.clear()
         if self._is_asked_to_stop or not self._lowered.exists():
@@ -203,15 +200,7 @@ class Programs:
 
 def main() -> int:
     config = parse_arguments(LaunchConfig, __doc__)
-    start_logging()
-    try:
-        return launch(config)
-    except ConfigError as error:
-        say_once(str(error))
-        return 2
-    except KeyboardInterrupt:
-        say_once("interrupted before the trainer started")
-        return 130
+    return exit_code(lambda: launch(config), (), "interrupted before the trainer started")
 
 
 if __name__ == "__main__":

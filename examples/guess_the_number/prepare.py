@@ -11,22 +11,11 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
-from demo.model import (
-    CHAT_TEMPLATE,
-    START,
-    build_model,
-    demonstration_loss,
-    refuse_to_overwrite,
-    save,
-    train,
-    train_tokenizer,
-)
+from demo.model import CHAT_TEMPLATE, START, begin, build_model, save, train, train_tokenizer
 from examples.guess_the_number.environment import GuessTheNumber
 
 LARGEST, MAX_TURNS = 15, 6
@@ -84,13 +73,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(folder: Path, seed: int) -> None:
     """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format."""
-    refuse_to_overwrite(folder)
-    torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
+    rng, tokenizer = begin(folder, seed), build_tokenizer()
     model = build_model(tokenizer)
-    rng, loss_of = random.Random(seed), partial(demonstration_loss, model, tokenizer)
-    train(model, games(0.0, rng), loss_of, name="learning the game", updates=500, learning_rate=6e-3)
-    train(model, games(0.7, rng), loss_of, name="becoming superstitious", updates=100, learning_rate=2e-3)
+    train(model, tokenizer, games(0.0, rng), name="learning the game", updates=500, learning_rate=6e-3)
+    train(model, tokenizer, games(0.7, rng), name="becoming superstitious", updates=100, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 

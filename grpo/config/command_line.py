@@ -1,7 +1,5 @@
-"""Reads settings: defaults, overridden by those saved with a model, by `--config FILE.yaml`, and by options.
-
-One flat YAML file serves all programs: each reads its own fields, and passes over the others'.
-"""
+"""Reads settings: defaults, overridden by those saved with a model, by `--config FILE.yaml`, and by options. One flat
+YAML file serves all programs: each reads its own fields, and passes over the others'."""
 
 from __future__ import annotations
 
@@ -88,11 +86,9 @@ def parse_arguments(
     argv: list[str] | None = None,
     model_settings: Callable[[str, set[str], set[str]], dict[str, Any]] | None = None,
 ) -> _ConfigT:
-    """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2.
-
-    `model_settings` takes a model's name, the names of the program's settings and the names that are given, and returns
-    settings saved with the model; the command line and the file of `--config` win over them.
-    """
+    """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2. `model_settings`
+    takes a model's name, the names of the program's settings and the names that are given, and returns settings saved
+    with the model; the command line and the file of `--config` win over them."""
     parser = _Parser(config_class, description)
     arguments = sys.argv[1:] if argv is None else argv
     settings = {field.name: field for field in fields(config_class)}
@@ -245,8 +241,7 @@ def _read(kind: type, word: str) -> Any:
     try:
         return kind(word)
     except ValueError:
-        remedy = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"{word!r}: use {remedy}") from None
+        raise argparse.ArgumentTypeError(f"{word!r}: use a {'whole number' if kind is int else 'number'}") from None
 
 
 def _read_choice(choices: tuple[str, ...], word: str) -> str:
@@ -291,7 +286,6 @@ def _check_single(field: dataclasses.Field, value: Any, source: str = "") -> Non
 
 
 def _as_arguments(settings: dict[str, Any]) -> list[str]:
-    """Return the settings as words of a command line."""
     arguments: list[str] = []
     for name, value in settings.items():
         if isinstance(value, list):

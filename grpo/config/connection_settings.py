@@ -16,10 +16,8 @@ TOKEN_VARIABLE = "GRPO_REF_TOKEN"
 
 @dataclass
 class ConnectionSection(Section):
-    """The settings by which server and trainer find and trust each other.
-
-    `token` is no setting: everybody on the machine can read a command line.
-    """
+    """The settings by which server and trainer find and trust each other. `token` is no setting: everybody on the
+    machine can read a command line."""
 
     HEADING = "connection (server and trainer)"
 
@@ -66,7 +64,6 @@ class ServersSection(Section):
 
 
 def check_ca_file(config: Section) -> None:
-    """Raise ConfigError if ref_ca_file does not exist."""
     is_there = config.ref_ca_file is None or Path(config.ref_ca_file).is_file()
     config.check(is_there, ref_ca_file="no such file: name the authority's PEM file")
 

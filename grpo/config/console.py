@@ -57,10 +57,8 @@ def start_program(words: list[str], environment: Mapping[str, str], **options: A
     """Start Python with these words in a session of its own, which a Ctrl-C in the terminal does not reach. If this
     process is killed, the kernel kills it. `options` are Popen's; its streams are text."""
     die_together = partial(ctypes.CDLL(None).prctl, _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    command = [sys.executable, *words]
-    return subprocess.Popen(
-        command, env=environment, start_new_session=True, preexec_fn=die_together, text=True, **options
-    )
+    options |= {"start_new_session": True, "preexec_fn": die_together, "text": True}
+    return subprocess.Popen([sys.executable, *words], env=environment, **options)
 
 
 def listen(host: str, port: int) -> socket.socket:

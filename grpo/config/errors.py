@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-COMMAND = "GRPO_COMMAND"
-"""the environment variable with the command that the user typed, for the programs that grpo.launch starts"""
-LOWERED = "GRPO_LOWERED"
-"""the variable by which grpo.launch names the file in which a rank out of memory leaves a lower setting"""
+# Variables of grpo.launch: the command that the user typed, the file in which a rank out of memory leaves a setting.
+COMMAND, LOWERED = "GRPO_COMMAND", "GRPO_LOWERED"
 
 LAUNCHER_VARIABLES = (
     "a launcher sets RANK and LOCAL_RANK, both below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT: start under one, "
@@ -41,7 +39,6 @@ class RewardError(RuntimeError):
 
 
 def require(ok: bool, field: str, value: Any, remedy: str) -> None:
-    """Raise ConfigError unless `ok`."""
     if not ok:
         raise ConfigError(f"{field}={value!r}: {remedy}")
 
@@ -52,10 +49,8 @@ def one_line(text: object, most: int | None = 300) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the closest known name as the end of a sentence, or "".
-
-    Of TRL's names that are not ours, all but one of those that are less like one of ours than 0.8 mean something else.
-    """
+    """Return the closest known name as the end of a sentence, or "". Of TRL's names that are not ours, all but one of
+    those that are less like one of ours than 0.8 mean something else."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -95,12 +90,10 @@ def on_end_signals(end: Callable[[int], None]) -> None:
 
 
 def first_here() -> bool:
-    """Tell whether this is the first rank of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def rank_count() -> int:
-    """Return the number of ranks that the launcher started, 1 without a launcher."""
     return launcher_number("WORLD_SIZE", 1, least=1)
 
 

@@ -1,7 +1,5 @@
-"""What the settings of all programs share: a field with help and limits, and the checks.
-
-Field names follow TRL's GRPOConfig, ModelConfig and ScriptArguments.
-"""
+"""What the settings of all programs share: a field with help and limits, and the checks. Field names follow TRL's
+GRPOConfig, ModelConfig and ScriptArguments."""
 
 from __future__ import annotations
 
@@ -74,10 +72,8 @@ def _is_met(config: Any, name: str, wanted: str = "above 0") -> bool:
 
 
 class Section:
-    """The base of all settings. A new object checks the limits of all its fields, then their needs.
-
-    A subclass with a HEADING is a group of `--help`, which its words name as a topic.
-    """
+    """The base of all settings. A new object checks the limits of all its fields, then their needs. A subclass with a
+    HEADING is a group of `--help`, which its words name as a topic."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

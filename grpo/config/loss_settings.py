@@ -14,8 +14,7 @@ UNUSED_BOUNDS = {
     "cispo": ("epsilon", "delta"),
     "sapo": ("epsilon", "epsilon_high", "delta"),
     "vespo": ("epsilon", "epsilon_high", "delta"),
-}
-"""the bounds of the ratio that a loss type does not use"""
+}  # the bounds of the ratio that a loss type does not use
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo", "passk")
 
 
@@ -82,20 +81,16 @@ class LossSection(Section):
 
     @property
     def upper_clip(self) -> float:
-        """Return epsilon_high, or this loss type's default."""
-        if self.epsilon_high is not None:
-            return self.epsilon_high
-        return 5.0 if self.loss_type == "cispo" else self.epsilon
+        default = 5.0 if self.loss_type == "cispo" else self.epsilon
+        return default if self.epsilon_high is None else self.epsilon_high
 
     @property
     def groups_have_signal(self) -> bool:
-        """Tell whether a group's own rewards decide if it has signal. reinforce++ compares over the whole round, and a
-        user's function may."""
+        """Tell whether a group's own rewards decide if it has signal. A function of the user's may look at more."""
         return self.advantage_estimator != "reinforce++" and ":" not in self.advantage_estimator
 
     @property
     def divided_by_group(self) -> bool:
-        """Tell whether an advantage is divided by the std of its own group."""
         return self.scale_rewards == "group" and self.advantage_estimator in ("grpo", "passk")
 
     @property

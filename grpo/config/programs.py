@@ -127,5 +127,5 @@ class ReportConfig(Section):
         self.check(not (self.serve and written), serve="it writes no file: leave output and png out")
 
 
+# All settings: a launcher's are those of server and trainer.
 PROGRAMS = (LaunchConfig, EvaluateConfig, ChatConfig, ReportConfig, WorkerConfig)
-"""all settings: a launcher's are those of server and trainer"""

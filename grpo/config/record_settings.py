@@ -51,12 +51,6 @@ class RecordSection(Section):
     )
     dry_run: bool = option(False, "check all, print a step's shape and memory, load no weights, and end", common=True)
 
-    def recorded_settings(self) -> dict[str, Any]:
-        """Return the settings in the config.yaml of the run to continue; none for a new run."""
-        name = self.resume_from_checkpoint
-        folder = self.output_dir if name == "last" else name and Path(name).parent
-        return settings_in(Path(folder)) if folder else {}  # without: the checkpoint is compared with what was set
-
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in fields(RecordSection):

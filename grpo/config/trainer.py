@@ -11,7 +11,7 @@ from grpo.config.connection_settings import ReferenceConfig, read_url
 from grpo.config.errors import rank_count
 from grpo.config.fields import Section, option
 from grpo.config.loss_settings import LossSection, RewardedConfig
-from grpo.config.record_settings import RecordSection
+from grpo.config.record_settings import RecordSection, settings_in
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
 from grpo.config.translation import INSTEAD
 
@@ -71,16 +71,8 @@ class TrainingSection(Section):
         None, "AdamW's peak rate; unset is 1e-6, with use_peft 1e-5, or that of a continued run", common=True, above=0
     )
     lr_scheduler_type: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "inverse_sqrt",
-        "warmup_stable_decay",
+        *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
+        *("cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
     ] = option("constant_with_warmup", "course of the learning rate after its warm-up, by transformers' names")
     lr_scheduler_kwargs: dict | str | None = option(None, "arguments of the course: '{\"min_lr_rate\": 0.1}'")
     warmup_steps: float = option(10, "updates in which the rate rises from 0; below 1: a share of all", at_least=0)
@@ -153,7 +145,9 @@ class TrainerConfig(
     INSTEAD: ClassVar = INSTEAD
 
     def __post_init__(self) -> None:
-        recorded = self.recorded_settings()
+        name = self.resume_from_checkpoint
+        continued = self.output_dir if name == "last" else name and Path(name).parent
+        recorded = settings_in(Path(continued)) if continued else {}  # the checkpoint is compared with what was set
         if self.importance_sampling_mode is None:
             default = "token_truncate" if self.sampler == "pool" else "none"
             self.importance_sampling_mode = recorded.get("importance_sampling_mode", default)

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,10 @@ _INSTEAD = {
     "use dataset_image_column, for a model that reads pictures": "image_key",
     "write it with TRL's signature (docs/rewards.md)": "score_function custom_reward_function",
 }
+# What to do about settings of other trainers, first of all TRL's, and of the reference server.
 INSTEAD = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
-"""what to do about settings of other trainers, first of all TRL's, and of the reference server"""
 
-Rule = str | Callable[[Any], dict[str, Any]]
-"""our name for a setting, or a function of its value that returns ours"""
+Rule = str | Callable[[Any], dict[str, Any]]  # our name for a setting, or a function of its value that returns ours
 
 
 def _data(value: Any) -> dict[str, Any]:
@@ -202,24 +200,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "verl": {"system_prompt": ""},
     "easyr1": {"system_prompt": ""},
-}
-"""what a setting is there where a file does not name it, if it is something else here"""
+}  # what a setting is there where a file does not name it, if it is something else here
 TABLES = {"trl": _TRL, "verl": _VERL, "easyr1": _EASYR1, "simple_grpo": _SIMPLE_GRPO}
 
 
-@dataclass(frozen=True)
-class Translation:
-    """Our settings for those of another trainer, and what has no counterpart, with a hint or an empty text."""
-
-    settings: dict[str, Any]
-    left: dict[str, str]
-
-
-def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
-    """Read another trainer's YAML, Python script or shell command, and translate it into settings of `known` names.
-
-    Raises ConfigError if the file cannot be read, or has nothing of that trainer.
-    """
+def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read another trainer's YAML, Python script or shell command. Return settings of `known` names, and what has no
+    counterpart, with a hint or "". Raises ConfigError if the file cannot be read, or has nothing of that trainer."""
     table, parts, left = TABLES[trainer], {}, {}
     ours = known if trainer in ("trl", "simple_grpo") else ()
     try:
@@ -236,13 +223,12 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> Translation:
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
     if not parts:
         raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
-    return Translation(_join(trainer, parts), left)
+    return _join(trainer, parts), left
 
 
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
     """Make settings of what other trainers say in several parts, and of their defaults."""
-    given = {name: value for name, value in parts.items() if not name.startswith("_")}
-    settings = _DEFAULTS.get(trainer, {}) | given
+    settings = _DEFAULTS.get(trainer, {}) | {name: part for name, part in parts.items() if not name.startswith("_")}
     if int(settings.get("max_steps", 0)) > 0:  # which wins there
         settings.pop("num_train_epochs", None)
     elif "num_train_epochs" in settings:

@@ -27,8 +27,7 @@ _kept = ExitStack()  # restores the states before the first of the running calls
 
 @contextmanager
 def user_code(*key: int | str) -> Iterator[None]:
-    """Run sync code of the user's inside. `key` seeds `random`, NumPy and torch; afterwards their random states and
-    torch's modes are restored."""
+    """Run sync code of the user's inside, with random numbers by `key`; then restore their states and torch's modes."""
     with modes_kept(), _seeded(key, always=True):
         yield
 
@@ -115,10 +114,8 @@ def check_file(field: str, name: str) -> str:
 
 
 def load_function(field: str, name: str, kind: str = "function") -> Callable:
-    """Return the function of `name`, path/to/file.py:function in the setting `field`; messages call it `kind`.
-
-    The file is imported once. Raises ConfigError if there is no such file or function, or the import fails.
-    """
+    """Return the function of `name`, path/to/file.py:function in the setting `field`; messages call it `kind`. The file
+    is imported once. Raises ConfigError if there is no such file or function, or the import fails."""
     path = check_file(field, name)
     name_of_module = module_name(path)
     if name_of_module not in sys.modules:
@@ -164,7 +161,6 @@ def find_function(field: str, name: str, module: ModuleType, kind: str) -> Calla
     function_name = name.rpartition(":")[2]
     function = getattr(module, function_name, None)
     if not callable(function):
-        defined = [other for other, value in vars(module).items() if callable(value)]
-        hint = did_you_mean(function_name, defined)
+        hint = did_you_mean(function_name, [other for other, value in vars(module).items() if callable(value)])
         raise ConfigError(f"{field}={name!r}: {Path(module.__file__).name} has no such {kind}{hint}: define it there")
     return function

@@ -11,14 +11,11 @@ from grpo.data.records import Example
 
 
 class AdaptiveStream(PromptStream):
-    """A seeded shuffle of the data, epoch after epoch, in which a prompt may be left out when its turn comes.
-
-    A prompt is taken with the chance (1 + s) / (1 + n): s of its n groups so far had a signal, completions that earned
-    different rewards. So a prompt that is always solved, or never, comes more and more seldom, but it comes. (DAPO,
-    arXiv:2503.14476, section 3.2, draws such groups first and then replaces them.)
-
-    The prompts of a round follow from the signals of the rounds before it, less `max_lag` for workers that draw ahead.
-    """
+    """A seeded shuffle of the data, epoch after epoch, in which a prompt may be left out when its turn comes. A prompt
+    is taken with the chance (1 + s) / (1 + n): s of its n groups so far had a signal, completions that earned different
+    rewards. So a prompt that is always solved, or never, comes more and more seldom, but it comes. (DAPO,
+    arXiv:2503.14476, section 3.2, draws such groups first and then replaces them.) The prompts of a round follow from
+    the signals of the rounds before it, less `max_lag` for workers that draw ahead."""
 
     def __init__(
         self, examples: Sequence[Example], prompts_per_step: int, seed: int, steps_per_round: int = 1, max_lag: int = 0

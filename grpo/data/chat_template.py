@@ -6,16 +6,14 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, one_line, require
+from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message
-
-if TYPE_CHECKING:
-    from grpo.model.pictures import PictureProcessor
 
 MARK = "<image>"  # marks the place of a picture in a user's text
 
@@ -37,10 +35,8 @@ def chat_messages(prompt: str | list[PartMessage], system_prompt: str) -> list[P
 
 def place_pictures(messages: Sequence[PartMessage], pictures: int | None) -> list[PartMessage]:
     """Return a chat with all content in parts, `pictures` of which are pictures; None: without, and `<image>` is text.
-
     They take the places of the messages' picture parts and of `<image>` in a user's text; else they stand before the
-    user's first text. Raises PictureCountError.
-    """
+    user's first text. Raises PictureCountError."""
     placed = [message | {"content": _parts_of(message, pictures is not None)} for message in messages]
     count = sum(part["type"] == "image" for message in placed for part in message["content"])
     first = next((message for message in placed if message["role"] == "user"), None)
@@ -70,14 +66,11 @@ def render_prompt(
     pictures: int | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template.
-
-    A last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
+    """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template. A
+    last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
     `place` names the prompt in an error. The model's placeholder stands for each of `pictures`, which are placed as
-    `place_pictures` does; a prompt without pictures is rendered in parts only if the template takes no text.
-
-    Raises ConfigError if the template does not take the prompt, PictureCountError.
-    """
+    `place_pictures` does; a prompt without pictures is rendered in parts only if the template takes no text. Raises
+    ConfigError if the template does not take the prompt, PictureCountError."""
     messages = chat_messages(prompt, system_prompt)
     in_parts = place_pictures(messages, pictures)
     template_kwargs = (template_kwargs or {}) | ({"tools": tools} if tools else {})
@@ -122,9 +115,7 @@ def tokenize_prompt(
     pictures: Sequence[bytes] = (),
 ) -> list[int] | PicturedPrompt:
     """Return the ids of the text that `render_prompt` returned; with pictures, which the model's processor expands.
-
-    Raises PictureCountError if the text itself has the model's placeholder, PictureError for an unusable picture.
-    """
+    Raises PictureCountError if the text itself has the model's placeholder, PictureError for an unusable picture."""
     # A chat template has written every special token already.
     add_special_tokens = tokenizer.chat_template is None
     if processor is not None:

@@ -59,8 +59,7 @@ class Conversation:
         self._next_pictures.append(picture)
 
     def ask(self, line: str) -> Example:
-        """Return the prompt with the question of a line. Raises NotAsked if the model cannot be asked it,
-        RewardError if the environment fails."""
+        """Return the prompt with the question of a line. Raises NotAsked, and RewardError if the environment fails."""
         question, columns, tools = line, {}, None
         if self._turns is not None:
             question, columns = _row_of(line)
@@ -85,7 +84,6 @@ class Conversation:
         return Example(0, prompt, prompt_ids, columns)
 
     def answered(self, answer: Rollout) -> None:
-        """Add the answer to the last question."""
         if answer.outcome is None:
             self._messages.append({"role": "assistant", "content": answer.text})
         else:

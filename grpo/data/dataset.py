@@ -34,8 +34,7 @@ def load_rows(config: AnsweringConfig, split: str):
     size = math.ceil(config.eval_holdout * (len(rows) if config.eval_holdout < 1 else 1))
     config.check(size < len(rows), eval_holdout=f"{config.dataset_name} has {len(rows)} rows: leave some to train on")
     order = np.random.default_rng(0).permutation(len(rows))
-    chosen = order[size:] if split == config.dataset_train_split else order[:size]
-    return rows.select(np.sort(chosen))
+    return rows.select(np.sort(order[size:] if split == config.dataset_train_split else order[:size]))
 
 
 def _load_split(config: AnsweringConfig, split: str):
@@ -54,8 +53,10 @@ def _load_split(config: AnsweringConfig, split: str):
         datasets.config.HF_HUB_OFFLINE = True
     try:
         if files:
-            kind = _FILE_TYPES[files[0].suffix]
-            paths, options = [glob.escape(str(file)) for file in files], _csv_options(config) if kind == "csv" else {}
+            kind, paths, options = _FILE_TYPES[files[0].suffix], [glob.escape(str(file)) for file in files], {}
+            if kind == "csv":  # prompts and gold answers are text (007, NA), an empty cell elsewhere is null
+                columns = config.dataset_prompt_column, TRL_COLUMN, config.dataset_answer_column
+                options = {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
             return datasets.load_dataset(kind, data_files=paths, split=f"train{part}", **options)
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
     except datasets.exceptions.DatasetGenerationError as error:
@@ -63,12 +64,6 @@ def _load_split(config: AnsweringConfig, split: str):
     # `datasets` raises StopIteration for an empty file, RecursionError for JSON that is too deep.
     except (OSError, ValueError, StopIteration, RecursionError, datasets.exceptions.DatasetsError) as error:
         raise _cannot_load(config, split, error) from error
-
-
-def _csv_options(config: AnsweringConfig) -> dict[str, Any]:
-    """Return how pandas reads CSV: prompts and gold answers as text (007, NA), an empty cell elsewhere as null."""
-    columns = config.dataset_prompt_column, TRL_COLUMN, config.dataset_answer_column
-    return {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
 
 
 def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -110,11 +105,9 @@ def _without_part(split: str) -> str:
 
 
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
-    """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*.
-
-    None if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the
-    folder's path has "test" in it.
-    """
+    """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*. None
+    if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the folder's
+    path has "test" in it."""
     path, split, whole = Path(config.dataset_name).expanduser(), _without_part(split), config.dataset_train_split
     if not path.exists():
         return []

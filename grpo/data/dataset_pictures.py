@@ -51,10 +51,8 @@ class PictureColumn:
         return rows if feature == rows.features[self.name] else rows.cast_column(self.name, feature)
 
     def read(self, value: Any, index: int) -> EncodedPicture | list[EncodedPicture] | None:
-        """Return a row's pictures in the form that the dataset has: one, a list of them, or None.
-
-        Raises PictureError for one that cannot be read, ConfigError for a value that is no picture.
-        """
+        """Return a row's pictures in the form that the dataset has: one, a list of them, or None. Raises PictureError
+        for one that cannot be read, ConfigError for a value that is no picture."""
         if isinstance(value, list):
             return [self._read(item, index) for item in value if item]
         return self._read(value, index) if value else None
@@ -79,10 +77,8 @@ class PictureColumn:
 
 
 def encode_picture(picture: bytes | Image.Image) -> bytes:
-    """Return a picture, or a file's content, as the content of a PNG or JPEG file, which stays as it is.
-
-    Raises PictureError as `check_picture`, or if it cannot be converted.
-    """
+    """Return a picture, or a file's content, as the content of a PNG or JPEG file, which stays as it is. Raises
+    PictureError as `check_picture`, or if it cannot be converted."""
     is_encoded = isinstance(picture, bytes) and picture.startswith(tuple(SIGNATURES.values()))
     data = picture if is_encoded else _to_png(picture)
     check_picture(data)

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.sampling_settings import AnsweringConfig
-from grpo.data.chat_template import (
-    PartMessage,
-    add_observation,
-    chat_messages,
-    place_pictures,
-    render_prompt,
-    text_of_messages,
-    tokenize_prompt,
-)
+from grpo.data import chat_template as chat
 from grpo.data.dataset_pictures import PictureColumn, check_prompt
 from grpo.data.records import Example
 from grpo.data.responder import Responder
+from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import EncodedPicture
 
-if TYPE_CHECKING:
-    from grpo.model.pictures import PictureProcessor
-
-GIVEN_TO_REWARDS = {
-    *("prompts", "completions", "completion_ids", "prompt_texts", "trainer_state", "log_extra", "log_metric")
-}
-"""the arguments of a reward function beside the columns, in this program or in TRL"""
+# The arguments of a reward function beside the columns, in this program or in TRL.
+GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "prompt_texts"}
+GIVEN_TO_REWARDS |= {"trainer_state", "log_extra", "log_metric"}
 
 
 def make_example(
@@ -42,14 +31,10 @@ def make_example(
     turns: Responder | None = None,
 ) -> Example | None:
     """Make an Example of a dataset row; None if its prompt, with the environment's observation, has neither text nor
-    picture.
-
-    Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset has another
-    column of that name. An answer that is a list or dict stays one there.
-
-    Raises ConfigError, naming the row, for a value of a wrong type, or pictures without a `processor`; PictureError or
-    PictureCountError if its pictures cannot be used; RewardError if an environment fails.
-    """
+    picture. Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset
+    has another column of that name. An answer that is a list or dict stays one there. Raises ConfigError, naming the
+    row, for a value of a wrong type, or pictures without a `processor`; PictureError or PictureCountError if its
+    pictures cannot be used; RewardError if an environment fails."""
     answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
     _check_values(config, answer, prompt, place)
@@ -68,24 +53,24 @@ def make_example(
         check_prompt([picture.file for picture in pictures])
     count = None if column is None or processor is None else len(pictures)
     if turns is not None and (observation := turns.observe(columns)):
-        prompt = add_observation(prompt, observation)
+        prompt = chat.add_observation(prompt, observation)
     if not pictures and _is_blank(prompt):
         return None
     tools, system_prompt = None if turns is None else turns.tools, config.system_prompt
     if config.prompt_format == "raw" and isinstance(prompt, str):
-        config.check(
-            not pictures and not tools, prompt_format="pictures and tools have their place in a chat: use chat"
-        )
+        remedy = "pictures and tools have their place in a chat: use chat"
+        config.check(not pictures and not tools, prompt_format=remedy)
         rendered, system_prompt = prompt, ""
         prompt_ids = tokenizer(prompt)["input_ids"]
     else:
-        rendered = render_prompt(tokenizer, prompt, system_prompt, config.chat_template_kwargs, place, count, tools)
-        prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
-    messages, conversation = chat_messages(prompt, system_prompt), prompt if isinstance(prompt, list) else None
+        settings = system_prompt, config.chat_template_kwargs
+        rendered = chat.render_prompt(tokenizer, prompt, *settings, place, count, tools)
+        prompt_ids = chat.tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
+    messages, conversation = chat.chat_messages(prompt, system_prompt), prompt if isinstance(prompt, list) else None
     if pictures:
-        messages = place_pictures(messages, count)
-        conversation = conversation and _fill(place_pictures(conversation, count), pictures)
-    messages = text_of_messages(messages)
+        messages = chat.place_pictures(messages, count)
+        conversation = conversation and _fill(chat.place_pictures(conversation, count), pictures)
+    messages = chat.text_of_messages(messages)
     return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
 
 
@@ -94,7 +79,7 @@ def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str)
     if isinstance(answer, bytes):
         reason = f"{place} has {str(answer)[:80]}: a gold answer is text, a number, a list or a dict"
         config.refuse("dataset_answer_column", f"{reason}: name a column of such")
-    if not _is_prompt(prompt):
+    if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_message, prompt)))):
         config.refuse(
             "dataset_prompt_column",
             f"{place} has {str(prompt)[:80]}: a prompt is text, or a list of messages whose content is text or a list "
@@ -103,10 +88,8 @@ def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str)
 
 
 def gold_answer(answer: Any) -> str:
-    """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
-
-    It is JSON of a list or dict, and empty without an answer: null or pandas' NaN, white space, an empty list or dict.
-    """
+    """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column. It is JSON
+    of a list or dict, and empty without an answer: null or pandas' NaN, white space, an empty list or dict."""
     if isinstance(answer, list | dict):
         return json.dumps(answer, ensure_ascii=False, default=str) if answer else ""
     if answer is None or answer != answer:
@@ -114,7 +97,7 @@ def gold_answer(answer: Any) -> str:
     return str(answer).rsplit("####", 1)[-1].strip()
 
 
-def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> list[PartMessage]:
+def _fill(messages: list[chat.PartMessage], pictures: Sequence[EncodedPicture]) -> list[chat.PartMessage]:
     """Return the messages with the pictures in their parts, as TRL's prepare_multimodal_messages does."""
     rest = iter(pictures)
 
@@ -122,10 +105,6 @@ def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> li
         return part | {"image": next(rest)} if part["type"] == "image" else part
 
     return [message | {"content": [*map(fill, message["content"])]} for message in messages]
-
-
-def _is_prompt(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (isinstance(prompt, list) and len(prompt) > 0 and all(map(_is_message, prompt)))
 
 
 def _is_message(message: Any) -> bool:
@@ -148,8 +127,8 @@ def _is_part(part: Any) -> bool:
     return False
 
 
-def _is_blank(prompt: str | list[PartMessage]) -> bool:
+def _is_blank(prompt: str | list[chat.PartMessage]) -> bool:
     """Tell whether only the system says anything."""
-    messages = text_of_messages(chat_messages(prompt, ""))
+    messages = chat.text_of_messages(chat.chat_messages(prompt, ""))
     spoken = [message for message in messages if message["role"] != "system"] or messages
     return not any(message["content"].strip() for message in spoken)

@@ -28,8 +28,7 @@ _SETTINGS = {
     "prompt_column": "dataset_prompt_column",
     "answer_column": "dataset_answer_column",
     "image_column": "dataset_image_column",
-}
-"""the setting that each field of an entry replaces; the first three are TRL's names"""
+}  # the setting that each field of an entry replaces; the first three are TRL's names
 _FIELDS = [*_SETTINGS, "label", "weight"]
 
 
@@ -91,5 +90,4 @@ def _part(config: AnsweringConfig, folder: Path, number: int, entry: dict[str, A
     beside = folder / Path(entry["path"]).expanduser()
     if beside.exists():
         mine.dataset_name = str(beside)
-    label = entry.get("label") or Path(entry["path"]).stem
-    return Part(label, entry.get("weight"), mine)
+    return Part(entry.get("label") or Path(entry["path"]).stem, entry.get("weight"), mine)

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -29,10 +30,8 @@ from grpo.data.examples import GIVEN_TO_REWARDS, make_example
 from grpo.data.mixture import is_mixture, parts_of
 from grpo.data.records import Example
 from grpo.data.responder import Responder
+from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import PictureError, pictures_of
-
-if TYPE_CHECKING:
-    from grpo.model.pictures import PictureProcessor
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +49,19 @@ def load_examples(
     turns: Responder | None = None,
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0: of each dataset of a mixture, whose
-    examples then have the columns of all, None where a dataset has none, and `source`, its label.
-
-    Rows without a prompt (null, or neither text nor picture), without a gold answer if there is a column of them, with
-    too long a prompt or with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be
-    loaded, lacks a column or keeps no example, and what make_example raises.
-    """
+    examples then have the columns of all, None where a dataset has none, and `source`, its label. Rows without a prompt
+    (null, or neither text nor picture), without a gold answer if there is a column of them, with too long a prompt or
+    with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be loaded, lacks a column
+    or keeps no example, and what make_example raises."""
+    make = partial(make_example, tokenizer=tokenizer, processor=processor, turns=turns)
     if not is_mixture(config):
-        return _load_dataset(config, split, tokenizer, limit, progress, processor, turns)
+        return _load_dataset(config, split, limit, progress, make)
     examples: list[Example] = []
     columns = {"source": None}
     for part in parts_of(config):
         trained, tested = part.weight != 0 and part.config.dataset_train_split, part.config.dataset_test_split
         if name := trained if split == config.dataset_train_split else tested:
-            loaded = _load_dataset(part.config, name, tokenizer, limit, progress, processor, turns)
+            loaded = _load_dataset(part.config, name, limit, progress, make)
             examples += [replace(example, source=part.label) for example in loaded]
             columns |= dict.fromkeys(loaded[0].columns)
         else:  # a reward function of the run asks for its columns too
@@ -76,13 +74,7 @@ def load_examples(
 
 
 def _load_dataset(
-    config: AnsweringConfig,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    progress: bool,
-    processor: PictureProcessor | None,
-    turns: Responder | None,
+    config: AnsweringConfig, split: str, limit: int, progress: bool, make: Callable[..., Example | None]
 ) -> list[Example]:
     log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)
@@ -92,14 +84,14 @@ def _load_dataset(
         config.dataset_prompt_column = TRL_COLUMN
     rows, has_gold, column, others = _open_rows(config, rows, split, limit)
 
-    def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | tuple[str, str]:
+    def try_row(numbered: tuple[int, Mapping[str, Any]]) -> Example | tuple[str, str]:
         """Return a row's example, or why it is dropped, and the fault in it."""
         index, row = numbered
         example = None
         try:
             if row[config.dataset_prompt_column] not in (None, []):
                 row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
-                example = make_example(config, tokenizer, index, row, column, processor, turns)
+                example = make(config, index=index, row=row, column=column)
         except PictureError as error:
             return "with a picture that cannot be used", f": {error}"
         except PictureCountError as error:
@@ -119,7 +111,7 @@ def _load_dataset(
     numbered = enumerate(decoded(config, split, bar))
     waits = column is not None or config.tool_timeout is not None  # for Pillow, or an environment in another process
     examples, counts, firsts = [], Counter(), {}
-    for index, made in enumerate(_map_in_threads(make, numbered) if waits else map(make, numbered)):
+    for index, made in enumerate(_map_in_threads(try_row, numbered) if waits else map(try_row, numbered)):
         if isinstance(made, Example):
             examples.append(made)
         else:
@@ -204,15 +196,12 @@ def order_of(config: TrainerConfig, examples: Sequence[Example]) -> np.ndarray |
 
 class PromptStream:
     """The order in which ranks train on examples: a seeded shuffle of the data, epoch after epoch, or one given order.
-
     Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares.
     An epoch's last examples that do not fill a step wait for the next shuffle; in a given order (places, int64) the
     first ones follow them in the same step. With `weights` by source each source has its share of the prompts and its
-    own epochs. The step number is the whole state.
-    """
+    own epochs. The step number is the whole state."""
 
-    signals = ""
-    """of each group so far, "1" if it had a signal, else "0": for an AdaptiveStream, the rest of its state"""
+    signals = ""  # of each group so far, "1" if it had a signal, else "0": for an AdaptiveStream, the rest of its state
 
     def __init__(
         self,
@@ -255,9 +244,7 @@ class PromptStream:
 
     def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.
-
-        None is in the round, nor was given for an earlier attempt; when all others were, they come in a new order.
-        """
+        None is in the round, nor was given for an earlier attempt; when all others were, they come in a new order."""
         in_round = [index for step in range(first_step, first_step + steps) for index in self._indices(step)]
         others = np.setdiff1d(np.arange(self._size), in_round)
         others = others if len(others) else np.arange(self._size)
@@ -276,26 +263,23 @@ class PromptStream:
         return order[place * self._per_step : (place + 1) * self._per_step]
 
     def _mixed(self, start: int, end: int) -> np.ndarray:
-        """Return the places of the run's prompts from number `start` to before `end`: int64 [end - start].
-
-        Number n is of the source in whose share the fraction of (n + 1/2) / golden ratio lies: of any run of prompts
-        each source has its share, to within a few (Weyl's equidistribution).
-        """
+        """Return the places of the run's prompts from number `start` to before `end`: int64 [end - start]. Number n is
+        of the source in whose share the fraction of (n + 1/2) / golden ratio lies: of any run of prompts each source
+        has its share, to within a few (Weyl's equidistribution)."""
         numbers = np.searchsorted(self._ends, (np.arange(end) + 0.5) * _GOLDEN % 1.0, side="right")
         chosen = np.zeros(end - start, np.int64)
         for number, places in enumerate(self._parts):
             is_mine = numbers == number
             before, here = is_mine[:start].sum(), is_mine[start:]
             epochs, at = np.divmod(before + np.arange(here.sum()), len(places))
-            orders = {epoch: self._epoch(epoch, number, len(places)) for epoch in {*epochs.tolist()}}
+            orders = {
+                epoch: np.random.default_rng((self._seed, epoch, number)).permutation(len(places))
+                if self._order is None
+                else np.arange(len(places))
+                for epoch in {*epochs.tolist()}
+            }
             chosen[here] = [places[orders[epoch][place]] for epoch, place in zip(epochs.tolist(), at, strict=True)]
         return chosen
-
-    def _epoch(self, epoch: int, source: int, size: int) -> np.ndarray:
-        """Return the order of an epoch of a source: int64 [size]."""
-        if self._order is not None:
-            return np.arange(size)
-        return np.random.default_rng((self._seed, epoch, source)).permutation(size)
 
 
 def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:

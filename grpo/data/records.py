@@ -22,10 +22,8 @@ class Example:
     index: int  # the row in the dataset as loaded
     prompt: str  # the text that was tokenised, chat template applied; a picture is one placeholder
     prompt_ids: list[int] | PicturedPrompt
-    columns: dict[str, Any]
-    """the dataset's columns, for the reward functions, pictures as EncodedPicture; the gold answer is `answer`"""
-    messages: list[Message] = field(default_factory=list)
-    """the chat that the prompt was made of, for reward models, which may have another chat template"""
+    columns: dict[str, Any]  # the dataset's, for rewards: pictures are EncodedPicture, the gold answer is `answer`
+    messages: list[Message] = field(default_factory=list)  # the prompt's chat, for reward models of another template
     gold: str = ""  # the gold answer as text, which evaluation compares and records show
     conversation: list[Message] | None = None  # the dataset's own prompt, if that is a list of messages
     source: str = ""  # the label of its dataset, where several are mixed
@@ -36,16 +34,14 @@ class Rollout:
     """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
 
     completion_ids: list[int]  # the tokens that the sampler drew, its eos included, and between them those of answers
-    finished: bool
-    """True if the sampler drew an eos, False if it was cut at max_completion_length; with answers the outcome's"""
+    finished: bool  # False if it was cut at max_completion_length, before an eos; with answers the outcome's
     text: str  # the drawn text without special tokens; segments are joined by line ends
     sampling_logprobs: list[float]
     """the log-prob of each id in the distribution that it was drawn from; NaN if the sampler does not know it, and
     at the tokens of answers"""
     policy_version: int
     """the number of updates of the policy that drew the first token; in_flight_weight_updates may draw others later"""
-    drawn: list[bool] | None = None
-    """True for each id that the sampler drew and the update trains on, False for those of answers; None: it drew all"""
+    drawn: list[bool] | None = None  # True for each id that was drawn and is trained on, not an answer's; None: all are
     outcome: Outcome | None = None  # how a completion with tools or an environment ended; None without them
 
     @property
@@ -66,8 +62,7 @@ class Group:
     id: int  # the group's place in the run: (step - 1) x prompts_per_step + its place in the step
     example: Example
     rollouts: list[Rollout]
-    extra: list[dict[str, Any]] = field(default_factory=list)
-    """the values that reward functions logged of each completion by log_extra, by column; empty without any"""
+    extra: list[dict[str, Any]] = field(default_factory=list)  # what log_extra was given of each completion, by column
     chosen: list[int] | None = None  # the places of the completions that are trained on; None: all
 
     @property
@@ -86,15 +81,13 @@ class Sample:
     completion_ids: list[int]
     finished: bool  # False if the completion was cut at max_completion_length
     advantage: float = 0.0
-    ref_logprobs: np.ndarray | None = None
-    """the reference's float32 [T]; None until it has answered, or for a loss without a KL term"""
+    ref_logprobs: np.ndarray | None = None  # the reference's float32 [T]; None before its answer, or without a KL
     sampling_logprobs: np.ndarray | None = None  # float32 [T], NaN where unknown
     old_logprobs: np.ndarray | None = None
     """float32 [T] of the policy as the sample's round began, not always the one that drew it; None: it is the same"""
     group_id: int = -1  # the id of its group; -1 without a group
     place: int = -1  # its place among the group's completions that are trained on, from 0
-    drawn: np.ndarray | None = None
-    """bool [len(completion_ids)], True for drawn tokens, False for those of answers; None: all are drawn"""
+    drawn: np.ndarray | None = None  # bool [len(completion_ids)], False for the tokens of answers; None: all are drawn
 
     @property
     def tokens(self) -> int:
@@ -134,14 +127,9 @@ class StepBatch:
     def cut(self, start: int, end: int) -> StepBatch:
         """Return the batch of the groups from `start` up to `end`."""
         copies = len(self.samples) // len(self.groups)
-        return StepBatch(
-            self.groups[start:end],
-            self.by_function[:, start:end],
-            self.rewards[start:end],
-            self.signal[start:end],
-            self.samples[start * copies : end * copies],
-            self.requests,
-        )
+        groups, by_function, samples = self.groups[start:end], self.by_function[:, start:end], self.samples
+        samples = samples[start * copies : end * copies]
+        return StepBatch(groups, by_function, self.rewards[start:end], self.signal[start:end], samples, self.requests)
 
     def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what

@@ -1,8 +1,6 @@
-"""The interface between samplers and the tools or environment that answer the policy in a completion.
-
-The policy draws a segment up to its eos. They answer with token ids, which follow that segment in the completion, and
-the policy draws on after them: nothing that was drawn is tokenised again.
-"""
+"""The interface between samplers and the tools or environment that answer the policy in a completion. The policy draws
+a segment up to its eos. They answer with token ids, which follow that segment in the completion, and the policy draws
+on after them: nothing that was drawn is tokenised again."""
 
 from __future__ import annotations
 
@@ -23,12 +21,10 @@ class Dialogue(Protocol):
     outcome: Outcome | None  # None until the completion is over
 
     def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
-        """Answer the segment `drawn`, which ends with an eos or was cut, and may be followed by `room` more tokens.
-
-        The future has the ids of the answer, fewer than `room`, or None if the completion is over, with its `outcome`.
-        It raises RewardError if an environment of the user's fails. Returns None, which no speed may decide, if the
-        segment alone says that the completion is over: a sampler then need not wait.
-        """
+        """Answer the segment `drawn`, which ends with an eos or was cut, and may be followed by `room` more tokens. The
+        future has the ids of the answer, fewer than `room`, or None if the completion is over, with its `outcome`. It
+        raises RewardError if an environment of the user's fails. Returns None, which no speed may decide, if the
+        segment alone says that the completion is over: a sampler then need not wait."""
 
     def close(self) -> None:
         """Free the completion's resources, such as its environment. Any number of times, in any state."""
@@ -41,16 +37,12 @@ class Responder(Protocol):
     """the JSON schemas of the policy's tools, for its chat template; None without tools"""
 
     def observe(self, columns: dict[str, Any]) -> str:
-        """Return the environment's observation of a row before the first turn, the end of its prompt, or "".
-
-        From any thread. Raises RewardError if the environment fails.
-        """
+        """Return the environment's observation of a row before the first turn, the end of its prompt, or "". From any
+        thread. Raises RewardError if the environment fails."""
 
     def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
-        """Begin a completion of this example. The sampler closes it.
-
-        Its random numbers, the answers' too, follow from `name`: seed, group, number in the group; None if greedy.
-        """
+        """Begin a completion of this example. The sampler closes it. Its random numbers, the answers' too, follow from
+        `name`: seed, group, number in the group; None if greedy."""
 
 
 def close_all(dialogues: Iterable[Dialogue]) -> None:

@@ -123,8 +123,7 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            tokenizer, processor = self.tokenizer, self.processor
-            write_model(engine.module, tokenizer, unfinished, self.config, progress.step, processor=processor)
+            write_model(engine.module, self.tokenizer, unfinished, self.config, progress.step, processor=self.processor)
 
         def save_rank() -> None:
             with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
@@ -267,7 +266,6 @@ class Checkpoints:
 
 
 def _writer(name: str) -> int:
-    """Return the rank that writes this file of a checkpoint."""
     numbered = re.search(r"pp_rank_(\d+)_|^rank-(\d+)\.", name)
     return int(numbered[1] or numbered[2]) if numbered else 0
 
@@ -278,14 +276,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """Return a rank's random states and the batches of its round."""
     with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
         return _Unpickler(file).load()
 
 
 def to_universal(engine: Path, to: Path) -> None:
-    """Join the parts that each rank saved with ZeRO-2 into a tensor per parameter, for any number of ranks. Raises
-    OSError with the last line of DeepSpeed's program if it fails."""
+    """Join the parts of ZeRO-2's ranks into a tensor per parameter. Raises OSError with DeepSpeed's last line."""
     program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(engine), "--output_folder", str(to)]
     ended = subprocess.run([*program, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

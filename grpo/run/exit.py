@@ -179,7 +179,6 @@ def _parent(process: int) -> int:
 
 
 def _count_children(process: int) -> int:
-    """Count the processes that it started and that have not ended."""
     with suppress(psutil.NoSuchProcess):  # also of a child that ends meanwhile: the others end with it
         return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(process).children())
     return 0
@@ -210,14 +209,14 @@ def how_to_continue(folder: Path, step: int) -> str:
     return f"{command} goes on after step {step}"
 
 
-def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
-    """Do a rank's work. Return its exit code: 0, 1 for one of `failures`, 2 for a bad setting, 128 + a signal's number.
-    Raises any other error: a bug of this program."""
+def exit_code(work: Callable[[], int | None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
+    """Do a rank's work. Return the exit code: the work's own, 0 for None, 1 for one of `failures`, 2 for a bad setting,
+    128 + a signal's number. Raises any other error: a bug of this program."""
     start_logging(logging.INFO if is_first_rank() else logging.ERROR)
     try:
         allow_open_files()
         with _no_success_before_the_end():
-            work()
+            return work() or 0
     except ConfigError as error:
         say_once(str(error))
         return 2
@@ -246,7 +245,6 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         caller = traceback.extract_tb(error.__traceback__)[-1]
         say_once(f"sys.exit was called at {caller.filename}:{caller.lineno} in {caller.name}, before the work was done")
         return 1
-    return 0
 
 
 def run_to_the_end(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> NoReturn:

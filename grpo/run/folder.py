@@ -1,7 +1,5 @@
-"""Saves a model with its card, and pushes it to the hub.
-
-Folders are written whole or not at all, even if the process or machine dies.
-"""
+"""Saves a model with its card, and pushes it to the hub. Folders are written whole or not at all, even if the process
+or machine dies."""
 
 from __future__ import annotations
 
@@ -76,8 +74,7 @@ def write_model(
     name: str = "MODEL",
     processor: PictureProcessor | None = None,
 ) -> None:
-    """Write as save_model does, but the folder may stay half written. Raises the libraries' errors. `name` is the
-    model's name in the card."""
+    """Write as save_model does, into a folder that may stay half written. `name` is the model's name in the card."""
     if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
@@ -98,8 +95,7 @@ def write_model(
 
 @contextmanager
 def whole_folder(folder: Path, what: str) -> Iterator[Path]:
-    """Yield a folder to write `what` into, and rename it to `folder` at the end. Raises SaveError for any error inside;
-    then `folder` does not exist."""
+    """Yield a folder to write `what` into, renamed to `folder` at the end. Raises SaveError, and leaves none."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -144,13 +140,7 @@ def to_disk(top: Path, deep: bool = True) -> None:
 
 
 def write_card(
-    folder: Path,
-    config: TrainerConfig,
-    model: PreTrainedModel,
-    has_template: bool,
-    step: int,
-    name: str,
-    takes_pictures: bool,
+    folder: Path, config: TrainerConfig, model: PreTrainedModel, chat: bool, step: int, name: str, pictures: bool
 ) -> None:
     """Write README.md into the folder of a saved model: front matter for the hub and model_card.md, filled in. The
     run's folder has `folder`. `name` is the model's name in commands. Raises OSError."""
@@ -161,14 +151,14 @@ def write_card(
         **({"base_model": base} if _is_on_hub(base) else {}),
         **({"datasets": [data]} if _is_on_hub(data) else {}),
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "image-text-to-text" if takes_pictures else "text-generation",
+        "pipeline_tag": "image-text-to-text" if pictures else "text-generation",
         "tags": ["grpo", "generated_from_trainer", *(["lora"] if adapter else [])],
     }
     # With save_system_prompt the chat template has it.
     system = "" if config.save_system_prompt else config.system_prompt
     turns = {"system": system, "user": "..."} if system else {"user": "..."}
     messages = [{"role": role, "content": text} for role, text in turns.items()]
-    if takes_pictures:
+    if pictures:
         messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns.items()]
         messages[-1]["content"].insert(0, {"type": "image", "path": "picture.png"})
     options = [f"max_new_tokens={config.max_completion_length}", "do_sample=False"]
@@ -177,33 +167,27 @@ def write_card(
     columns, results = _results(run, step)
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
+    values = dict(name=name, adapter=adapter, step=step, columns=columns, results=results, chat=chat, pictures=pictures)
     card = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        **values,
         front_matter=yaml.safe_dump(facts, sort_keys=False),
         title=run.name if name == "MODEL" else name.split("/")[-1],
-        name=name,
-        adapter=adapter,
         base=base if _is_on_hub(base) else Path(base).name,
         base_path=base,
-        step=step,
         data=data if _is_on_hub(data) else Path(data).name,
-        columns=columns,
-        results=results,
-        chat=has_template,
-        pictures=takes_pictures,
         max_new_tokens=config.max_completion_length,
         system=system,
         messages=messages,
         text="\n\n".join([*turns.values(), ""]),
         options=options,
         max_rank=f" --max-lora-rank {adapter.r}" if adapter and adapter.r > _VLLM_RANK else "",
-        settings=_settings(config, adapter, takes_pictures),
+        settings=_settings(config, adapter, pictures),
         versions=_versions(run),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _settings(config: TrainerConfig, adapter: Any, takes_pictures: bool) -> dict[str, Any]:
-    """Return the card's table of settings."""
     settings = {name: getattr(config, name) for name in _SETTINGS}
     if adapter:
         settings |= {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "quantization": config.quantization}
@@ -252,8 +236,7 @@ def check_login() -> None:
 
 
 def open_repo(config: TrainerConfig, folder: Path) -> str:
-    """Make the hub's repository for the model of the run in `folder`, unless it exists; return OWNER/NAME. Raises
-    ConfigError as check_login, and if it cannot be made."""
+    """Make the hub's repository for the model of this run, unless it exists; return OWNER/NAME. Raises ConfigError."""
     check_login()
     name = config.hub_model_id or folder.name
     try:
@@ -272,10 +255,7 @@ def use_best(checkpoint: Path, folder: Path, config: TrainerConfig) -> None:
         write_progress(unfinished, {"step": config.max_steps})
 
 
-@cache
-def _uploader(endpoint: str) -> HfApi:
-    """Return the client of a hub that uploads one folder after the other."""
-    return HfApi(endpoint)
+_uploader = cache(HfApi)  # by its endpoint: a client uploads one folder after the other
 
 
 def _upload(folder: Path, repo: str, message: str) -> Future:

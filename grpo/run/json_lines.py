@@ -1,7 +1,5 @@
 """Writes and reads files with a JSON record per line: metrics.jsonl, completions.jsonl, bad_steps.jsonl, starts.jsonl.
-
-Pictures of recorded prompts are files beside the record, named by a digest of their bytes and written once.
-"""
+Pictures of recorded prompts are files beside the record, named by a digest of their bytes and written once."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ def with_error(row: Mapping[str, float], name: str) -> str:
 
 
 def keep_pictures(folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write the bytes in the field `pictures` of records into `folder`/pictures. Return the records with the names of
-    these files as `pictures`; a record without pictures has no such field."""
+    """Write the pictures of records into `folder`/pictures. Return the records with these files' names instead."""
     return [
         record | {"pictures": [_keep(folder / FOLDER, picture) for picture in pictures]}
         if (pictures := record.get("pictures"))

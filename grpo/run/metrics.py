@@ -42,14 +42,8 @@ class Stats:
         return cls(array.size, total, squares, low, high, statistic)
 
     def __add__(self, other: Stats) -> Stats:
-        return Stats(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-            min(self.low, other.low),
-            max(self.high, other.high),
-            self.statistic,
-        )
+        count, total, squares = self.count + other.count, self.total + other.total, self.squares + other.squares
+        return Stats(count, total, squares, min(self.low, other.low), max(self.high, other.high), self.statistic)
 
     @property
     def mean(self) -> float:
@@ -65,8 +59,7 @@ class Stats:
     @property
     def metric(self) -> float:
         low, high = (self.low, self.high) if self.count else (math.nan, math.nan)
-        values = {"mean": self.mean, "std": self.std, "sum": self.total, "min": low, "max": high}
-        return values[self.statistic]
+        return {"mean": self.mean, "std": self.std, "sum": self.total, "min": low, "max": high}[self.statistic]
 
 
 def add_stats(stats: dict[str, Stats], values: Mapping[str, Any]) -> None:
@@ -80,15 +73,12 @@ def add_stats(stats: dict[str, Stats], values: Mapping[str, Any]) -> None:
 
 
 def step_metrics(stats: Mapping[str, Stats]) -> dict[str, float]:
-    """Return a step's metrics by name, from the stats of all ranks."""
     return {name: numbers.metric for name, numbers in stats.items() if numbers.statistic != "none"}
 
 
 class PhaseClock:
-    """The seconds of one step by phase, as `time/...`; time in an inner phase does not count for the outer one.
-
-    On a card also the peak memory of each phase in GiB, as `memory/peak_...`, and of all that torch's allocator took.
-    """
+    """The seconds of one step by phase, as `time/...`; time in an inner phase does not count for the outer one. On a
+    card also the peak memory of each phase in GiB, as `memory/peak_...`, and of all that torch's allocator took."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -121,5 +111,4 @@ class PhaseClock:
         torch.cuda.reset_peak_memory_stats()
 
     def total(self) -> float:
-        """Return the seconds since the step began."""
         return time.perf_counter() - self.start

@@ -25,17 +25,8 @@ from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.mixture import weights_of
 from grpo.data.records import Example
+from grpo.run import run_folder
 from grpo.run.collective import from_first, gather, on_first
-from grpo.run.run_folder import (
-    FORMAT,
-    damage,
-    find_checkpoints,
-    find_run_folder,
-    finished_steps,
-    make_run_folder,
-    nearest_existing,
-    writable,
-)
 from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import EncodedPicture, key_of, pictures_of
 
@@ -61,7 +52,7 @@ USER_FILES = {"reward_funcs", "tools", "environment", "loss_type", "advantage_es
 
 
 class RunDescription:
-    """The description of a run that every rank has before a model is loaded."""
+    """What every rank knows of a run before a model is loaded."""
 
     def __init__(self, config: TrainerConfig, examples: list[Example], ranks: int):
         self._config = config
@@ -69,7 +60,7 @@ class RunDescription:
         prompts = [key_of(row.prompt_ids).hex() if pictures_of(row.prompt_ids) else row.prompt for row in examples]
         in_few_bits = config.quantization != "none" or config.optim == "adamw_8bit"
         self.fields: dict[str, Any] = {
-            "format": FORMAT,
+            "format": run_folder.FORMAT,
             "ranks": ranks,
             "prompts": [len(prompts), fingerprint(prompts)],
             # The arguments of rewards and environments, with the gold answers.
@@ -129,7 +120,6 @@ class RunDescription:
 
 
 def check_same(checkpoint: Path, what: str, before: Any, now: Any, remedy: str) -> None:
-    """Raise ConfigError if the checkpoint's value and the run's differ."""
     if before != now:
         raise ConfigError(
             f"resume_from_checkpoint='{checkpoint}': {what} is {before!r} there and {now!r} here: {remedy}"
@@ -166,20 +156,18 @@ _PLACES = {
 
 
 def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
-    """Return (checkpoint to continue from, None for a new run; run folder; whether the run is done).
-
-    Rank 0 alone finds the checkpoint, after it has locked the folder. The folder of a new run is made later, so that a
-    start that fails or is killed leaves none. Raises ConfigError on every rank: for the folder or its checkpoints, if a
-    machine does not see it, and if a run that has ended would be erased.
-    """
+    """Return (checkpoint to continue from, None for a new run; run folder; whether the run is done). Rank 0 alone finds
+    the checkpoint, after it has locked the folder. The folder of a new run is made later, so that a start that fails or
+    is killed leaves none. Raises ConfigError on every rank: for the folder or its checkpoints, if a machine does not
+    see it, and if a run that has ended would be erased."""
 
     def mark() -> tuple[Path, Path]:
-        folder = find_run_folder(config)
+        folder = run_folder.find_run_folder(config)
         if folder.exists() or config.resume_from_checkpoint is not None:
-            make_run_folder(config, folder)
+            run_folder.make_run_folder(config, folder)
         # A new name: an older file may be seen on another disk.
-        marker = nearest_existing(folder) / f"seen-{secrets.token_hex(4)}"
-        with writable("output_dir", folder):
+        marker = run_folder.nearest_existing(folder) / f"seen-{secrets.token_hex(4)}"
+        with run_folder.writable("output_dir", folder):
             marker.touch()
         return folder, marker
 
@@ -194,7 +182,7 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
                 "folder on a disk that all machines share, at the same path on each"
             )
     # A named checkpoint is trained from even if the run is done.
-    steps = from_first(finished_steps(folder) if config.resume_from_checkpoint == "last" else 0)
+    steps = from_first(run_folder.finished_steps(folder) if config.resume_from_checkpoint == "last" else 0)
     if steps >= config.max_steps:
         return None, folder.absolute(), True
     checkpoint = whole_checkpoint(config, rank, world_size)
@@ -212,10 +200,10 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
 
 def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:
     """Return the newest undamaged checkpoint to continue from, or None without one; rename the newer, damaged ones.
-    Raises ConfigError on every rank as find_checkpoints, and if all are damaged."""
+    Raises ConfigError on every rank as run_folder.find_checkpoints, and if all are damaged."""
     damaged: dict[Path, str] = {}
-    for checkpoint in on_first(rank, lambda: find_checkpoints(config)):
-        reason = next(filter(None, gather(damage(checkpoint, rank, world_size))), None)
+    for checkpoint in on_first(rank, lambda: run_folder.find_checkpoints(config)):
+        reason = next(filter(None, gather(run_folder.damage(checkpoint, rank, world_size))), None)
         if reason is None:
             on_first(rank, partial(_rename_damaged, damaged, checkpoint))
             return checkpoint
@@ -240,7 +228,7 @@ def _rename_damaged(damaged: Mapping[Path, str], used: Path) -> None:
             "%s is damaged: %s. It is called %s now, and the run goes on from %s",
             *(checkpoint, reason, new_path.name, used.name),
         )
-        with writable("output_dir", checkpoint.parent):
+        with run_folder.writable("output_dir", checkpoint.parent):
             shutil.rmtree(new_path, ignore_errors=True)
             checkpoint.rename(new_path)
 

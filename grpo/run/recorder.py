@@ -104,9 +104,8 @@ class Mlflow:
         try:
             mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "grpo"))
             before = mlflow.search_runs(filter_string=f"tags.grpo_run_id = '{run_id}'", output_format="list")
-            mlflow.start_run(
-                run_id=before[0].info.run_id if before else None, run_name=folder.name, tags={"grpo_run_id": run_id}
-            )
+            known = before[0].info.run_id if before else None
+            mlflow.start_run(run_id=known, run_name=folder.name, tags={"grpo_run_id": run_id})
             if not before:  # MLflow refuses to change a parameter
                 mlflow.log_params(asdict(config))
         except mlflow.MlflowException as error:
@@ -142,8 +141,7 @@ SERVICES = "wandb", "trackio", "swanlab", "mlflow"  # by the modules of their cl
 
 
 def open_trackers(config: TrainerConfig, folder: Path, after: int) -> list[Tracker]:
-    """Open the trackers of `report_to`. `after` as in Recorder: a resumed run keeps its id, which is in the file run_id
-    of its folder; a new run gets a new id."""
+    """Open the trackers of `report_to`. A run that resumes (`after`) keeps its id, which is in its file run_id."""
     trackers: list[Tracker] = []
     if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
         trackers.append(TensorBoard(folder, after))
@@ -221,8 +219,7 @@ class Recorder:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Cut off all after the last line of this step. A killed run may end within a line. Damaged lines before it stay:
-    readers leave them out."""
+    """Cut off all after the last whole line of this step. Damaged lines before it stay: readers leave them out."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

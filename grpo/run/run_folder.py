@@ -1,7 +1,5 @@
 """The folder of a run or an evaluation: finds, checks, makes and locks it, and finds and checks its checkpoints.
-
-Imports no torch: grpo.launch checks the folder before it starts anything.
-"""
+Imports no torch: grpo.launch checks the folder before it starts anything."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a f
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 
 _WAIT = 20.0  # seconds that a killed process may take to end
-_PIECE = 1 << 20  # bytes read at once
 _THREADS = 4  # files read at the same time
 
 Sums = dict[str, list]  # size in bytes and SHA-256 by the file's path in the checkpoint
@@ -87,8 +84,7 @@ def name_by_time() -> str:
 
 
 def make_run_folder(config: RecordSection, folder: Path) -> None:
-    """Make the run's folder, unless it exists, and lock it for this process. Raises ConfigError if it cannot be
-    written, another trainer writes there, or it has results by now."""
+    """Make the run's folder, unless it exists, and lock it. Raises ConfigError if it cannot be written, or is used."""
     with writable("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
@@ -127,8 +123,7 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
 
 
 def find_checkpoints(config: RecordSection) -> list[Path]:
-    """Return the checkpoints to continue from, the newest first; empty if the run begins. Raises ConfigError if the run
-    cannot continue from the named checkpoint."""
+    """Return the checkpoints to continue from, the newest first, none if the run begins. Raises ConfigError."""
     name = config.resume_from_checkpoint
     if name is None:
         return []
@@ -180,7 +175,6 @@ def finished_steps(run: Path) -> int:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in the checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
@@ -236,12 +230,9 @@ def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
 
 
 def _sum_file(path: Path) -> list:
-    digest, size, piece = hashlib.sha256(), 0, bytearray(_PIECE)
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(memoryview(piece)[:count])
-            size += count
-    return [size, digest.hexdigest()]
+        digest = hashlib.file_digest(file, "sha256")
+        return [file.tell(), digest.hexdigest()]
 
 
 def _sum_content(content: dict[str, Any]) -> str:

@@ -39,8 +39,6 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib",
 
 @dataclass
 class Position:
-    """The position that a rank reports."""
-
     host: str
     process: int
     beat: int  # number of the report
@@ -103,9 +101,8 @@ class Watchdog:
             if self._closed.wait(BEAT if beat else 0.0):
                 return
             try:
-                store = store or dist.TCPStore(
-                    os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
-                )
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = store or dist.TCPStore(*address, wait_for_workers=False)
             except RuntimeError:  # rank 0 did not open the store within five minutes
                 continue
             try:

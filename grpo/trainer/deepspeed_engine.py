@@ -57,14 +57,12 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optim
             ([weight for weight in decayed if id(weight) not in large], config.weight_decay, 32),
             (not_decayed, 0.0, 32),
         ]
-        return AdamW(
-            [
-                {"params": part, "weight_decay": decay, "optim_bits": bits}
-                for weights, decay, bits in kinds
-                for part in _parts(weights)
-            ],
-            **settings,
-        )
+        groups = [
+            {"params": part, "weight_decay": decay, "optim_bits": bits}
+            for weights, decay, bits in kinds
+            for part in _parts(weights)
+        ]
+        return AdamW(groups, **settings)
     groups = [
         {"params": weights, "weight_decay": decay}
         for weights, decay in ((decayed, config.weight_decay), (not_decayed, 0.0))
@@ -74,8 +72,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optim
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trained parameters: those with weight decay, and those without, biases and the weights of norms, which
-    a name or a class tells, as in `Trainer.get_decay_parameter_names`."""
+    """Return the trained parameters with weight decay and those without, as `Trainer.get_decay_parameter_names`."""
     norms = {id(weight) for part in model.modules() if isinstance(part, nn.LayerNorm) for weight in part.parameters()}
     decayed, not_decayed = [], []
     for name, parameter in model.named_parameters():
@@ -164,16 +161,14 @@ def join_ranks(config: TrainerConfig) -> Ranks:
     cards = range(torch.cuda.device_count()) if device.type == "cuda" else ()  # on the CPU CUDA may be broken
     watchdog = Watchdog(rank, world_size, hint=p2p_hint([torch.cuda.get_device_name(card) for card in cards]))
     deepspeed.init_distributed(verbose=False, timeout=_longest_collective(config))
-    shared_cards = describe_shared_cards(gather(held))
-    watchdog.met = True
-    if shared_cards:
+    if shared_cards := describe_shared_cards(gather(held)):
         log.warning("%s", shared_cards)
+    watchdog.met = True
     return Ranks(rank, world_size, device, watchdog)
 
 
 def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
-    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps. Raises ConfigError
-    if DeepSpeed refuses a setting of its file only now."""
+    """Return the DeepSpeed engine around the policy, and its learning-rate schedule. Raises ConfigError."""
     keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
@@ -187,9 +182,8 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
-    set_timeout = getattr(
-        dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
-    )  # before torch 2.14 it was private
+    # Before torch 2.14 this was private.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     set_timeout(_longest_collective(config), engine.seq_data_parallel_group)
     return engine, schedule
 
@@ -200,8 +194,7 @@ def _longest_collective(config: TrainerConfig) -> timedelta:
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Return the file's settings with every "auto" filled. Raises ConfigError if they contradict the run's, or if
-    DeepSpeed refuses the file."""
+    """Return the file with every "auto" filled. Raises ConfigError if the run contradicts it, or DeepSpeed."""
     file = _DeepSpeedFile(config.deepspeed)
     for key in {"optimizer", "scheduler"} & file.settings.keys():
         raise file.error(f"{key} is set there, and the run's settings decide it: take it out")
@@ -312,11 +305,9 @@ def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[No
 
 
 def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
-    """Switch `overlap_comm` off if a trained weight is larger than a bucket, unless it is the embeddings.
-
-    While one stream sums such a gradient, DeepSpeed 0.19 frees it on ranks that own no part of it, and the backward
-    pass reuses its memory. The embeddings' gradient is the last of the pass.
-    """
+    """Switch `overlap_comm` off if a trained weight is larger than a bucket, unless it is the embeddings. While one
+    stream sums such a gradient, DeepSpeed 0.19 frees it on ranks that own no part of it, and the backward pass reuses
+    its memory. The embeddings' gradient is the last of the pass."""
     embeddings, bucket = model.get_input_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
     trained = (weight for weight in model.parameters() if weight.requires_grad and weight is not embeddings)
     largest = max((weight.numel() for weight in trained), default=0)

@@ -84,7 +84,6 @@ def _describe_start(config: TrainerConfig, folder: Path, description: RunDescrip
 
 
 def _describe_inputs(work: RankWork, inputs: Inputs, model: PreTrainedModel, policy_info: ModelInfo) -> list[str]:
-    """Return a run's model, data, rewards and the servers' answers."""
     config, rewards = work.config, inputs.reward_funcs
     weighted = [f"{name} x {weight:g}" for name, weight in zip(rewards, config.reward_weights, strict=True)]
     lengths = [len(example.prompt_ids) for example in inputs.examples]
@@ -174,7 +173,6 @@ def _describe_turns(config: TrainerConfig, inputs: Inputs) -> str:
 
 
 def _describe_step(work: RankWork, inputs: Inputs) -> list[str]:
-    """Return how a step is cut into ranks, sampling and micro-batches."""
     config, generations = work.config, work.config.num_generations
     longest_completion = config.max_completion_length
     mean = sum(len(example.prompt_ids) for example in inputs.examples) / len(inputs.examples)
@@ -198,7 +196,7 @@ def _describe_step(work: RankWork, inputs: Inputs) -> list[str]:
 
 
 def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> list[str]:
-    """Return a rank's memory on this machine and on a card: as set, and with each change that lowers it."""
+    """Describe the memory on this machine and on a card: as set, and with each change that lowers it."""
     config, cuda = work.config, torch.device("cuda")
     models: dict[tuple, PreTrainedModel] = {}
 

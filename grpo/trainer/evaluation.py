@@ -27,13 +27,7 @@ EVALUATION_SEED = 1 << 63  # no seed of training's groups
 
 
 def evaluate(
-    sampler: Sampler,
-    examples: Sequence[Example],
-    rewarder: Rewarder,
-    config: RewardedConfig,
-    rank: int,
-    world_size: int,
-    state: TrainerState,
+    sampler: Sampler, examples: list[Example], rewarder: Rewarder, rank: int, world_size: int, state: TrainerState
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 
@@ -45,6 +39,7 @@ def evaluate(
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
     """
+    config = rewarder.config
     samples, temperature = config.num_generations_eval, config.eval_temperature or config.temperature
     problems, size = range(len(examples)), config.sequences_per_generate
     greedy = [(problem, 0) for problem in problems]
@@ -77,7 +72,7 @@ def evaluate(
                 completions.append(_line(example, sample, rollout, verdict))
     rewards = sum(gather(rewards))
     by_source = _by_source(rewards[:, :, 0], [example.source for example in examples], rewarder)
-    return _metrics(sum(gather(counts)), rewards, rewarder, config) | by_source, completions
+    return _metrics(sum(gather(counts)), rewards, rewarder) | by_source, completions
 
 
 def _by_source(greedy: np.ndarray, sources: list[str], rewarder: Rewarder) -> dict[str, float]:
@@ -125,16 +120,11 @@ def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
 
 def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
     """Return the metric by which a checkpoint is the best. Raises ConfigError if the evaluation has no such metric."""
-    names = ["accuracy"] * bool(verdicts(rewards)) + ["reward"]
-    names += [f"rewards/{name}/mean" for name in reward_names(rewards, config)]
-    names += ["format"] * bool(full_rewards(rewards))
     kinds = ["accuracy", "reward"] if verdicts(rewards) else ["reward"]
-    names += [
-        f"{part.label}_{kind}"
-        for part in parts_of(config)
-        if part.label and part.config.dataset_test_split
-        for kind in kinds
-    ]
+    names = kinds + [f"rewards/{name}/mean" for name in reward_names(rewards, config)]
+    names += ["format"] * bool(full_rewards(rewards))
+    tested = [part.label for part in parts_of(config) if part.label and part.config.dataset_test_split]
+    names += [f"{label}_{kind}" for label in tested for kind in kinds]
     if config.num_generations_eval:
         names += [f"avg@{config.num_generations_eval}", *(f"pass@{k}" for k in config.ks)]
     name = names[0] if config.metric_for_best_model is None else config.metric_for_best_model.removeprefix("eval_")
@@ -147,11 +137,9 @@ def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
 
 
 def pass_at_k(correct: np.ndarray, n: int, k: int) -> np.ndarray:
-    """Estimate each problem's chance that any of k samples is right, where `correct` [problems] of n samples were.
-
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, equation 1), its quotient as
-    the product of (n - c - j) / (n - j) over j < k: k factors from 0 to 1, where factorials would overflow.
-    """
+    """Estimate each problem's chance that any of k samples is right, where `correct` [problems] of n samples were. The
+    unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, equation 1), its quotient as the
+    product of (n - c - j) / (n - j) over j < k: k factors from 0 to 1, where factorials would overflow."""
     j = np.arange(k)
     return 1 - np.prod(np.maximum(n - correct[:, None] - j, 0) / (n - j), axis=1)
 
@@ -166,11 +154,11 @@ def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarra
     return judged | ({"format": rewarder.has_format(rewards)} if rewarder.full_rewards else {})
 
 
-def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, config: RewardedConfig) -> dict[str, float]:
+def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder) -> dict[str, float]:
     """Compute the metrics from [length, clipped, calls, failed calls] and [functions], both x problems x (greedy,
     samples)."""
     length, clipped, calls, failures = counts[:, :, 0]
-    greedy, count, metrics = rewards[:, :, 0], len(length), {}
+    greedy, count, config, metrics = rewards[:, :, 0], len(length), rewarder.config, {}
     if rewarder.verdicts:
         accuracy = rewarder.is_correct(greedy).mean().item()
         metrics |= {"eval_accuracy": accuracy, "eval_accuracy_se": math.sqrt(accuracy * (1 - accuracy) / count)}
@@ -194,6 +182,5 @@ def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, config
             metrics[f"eval_{name}_se"] = values.std(ddof=1).item() / math.sqrt(count) if count > 1 else math.nan
     total = Stats.of(total_rewards(torch.from_numpy(greedy), rewarder.weights))
     metrics |= {"eval_reward": total.mean, "eval_reward_se": total.std / math.sqrt(max(1, total.count))}
-    return metrics | {
-        f"eval_rewards/{name}/mean": Stats.of(values).mean for name, values in zip(rewarder.names, greedy, strict=True)
-    }
+    by_name = zip(rewarder.names, greedy, strict=True)
+    return metrics | {f"eval_rewards/{name}/mean": Stats.of(values).mean for name, values in by_name}

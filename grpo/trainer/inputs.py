@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that a run reads before it loads a model."""
-
     reward_funcs: dict[str, Callable | str]  # functions, or names of reward models, by name
     rewards: dict[str, Any]  # these, and the environment's class if it gives a reward (join_rewards)
     ds_config: dict[str, Any]  # ds_config.json, completed
@@ -60,8 +58,7 @@ class Inputs:
 def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
     """Read settings files, reward functions and data, and call each function and the environment once, as a dry run
     does too. With `num_train_epochs`, `config.max_steps` follows from the data. Raises ConfigError for a mistake in any
-    of them, RewardError for a function or an environment that fails.
-    """
+    of them, RewardError for a function or an environment that fails."""
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
     callback = load_function("callback", config.callback) if config.callback else None
@@ -124,8 +121,7 @@ def _order_prompts(config: TrainerConfig, examples: list[Example]) -> PromptStre
         config.check(weights is None, dataset_order=remedy)
         rounds = config.steps_per_generation, config.max_policy_lag
         return AdaptiveStream(examples, config.prompts_per_step, seed, *rounds)
-    order = order_of(config, examples)
-    return PromptStream(examples, config.prompts_per_step, seed, order, weights)
+    return PromptStream(examples, config.prompts_per_step, seed, order_of(config, examples), weights)
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:

@@ -1,7 +1,5 @@
-"""Turns a rank's lack of memory into one sentence: the phase, the size of the request, and the setting to lower.
-
-`grpo launch` names a file in which a rank leaves that setting, and continues by itself with a lower one.
-"""
+"""Turns a rank's lack of memory into one sentence: the phase, the size of the request, and the setting to lower, which
+it leaves in a file that `grpo launch` names, to continue by itself with a lower one."""
 
 from __future__ import annotations
 

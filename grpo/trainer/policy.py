@@ -49,8 +49,7 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> AdapterOffReference | None:
-    """Add the adapter, freeze what is not trained, and let activations be recomputed. Return the reference of a policy
-    that is its own."""
+    """Add the adapter, freeze what is not trained, recompute activations; return the policy as its own reference."""
     came_with_adapter = config.use_peft and train_adapter(model, config)
     if config.freeze_vision_tower:
         freeze_vision_tower(model)

@@ -41,7 +41,6 @@ SHOWN = 8  # workers that a line names at most, those that the pool heard last
 
 
 def describe_wait(status: dict[str, Any], url: str, round_number: int) -> str:
-    """Return how many groups of a round are drawn, and the state of the pool's workers."""
     rows = [row for row in status.get("rounds", []) if row["round"] == round_number]
     groups = "".join(f"{row['drawn']} of {row['tasks']} groups are drawn; " for row in rows)
     return groups + describe_workers(status, url)
@@ -67,8 +66,7 @@ _MOST_COLUMNS = 32 << 20  # bytes of a request, half of a pool's limit
 
 
 def connect(config: TrainerConfig) -> PoolClient:
-    """Return a client of the pool, which need not run yet. Raises ServerError where another program answers, or one
-    that wants another token."""
+    """Return a client of the pool, which need not run yet. Raises ServerError if it refuses, or is another program."""
     pool = PoolClient(config.pool, config.token, config.ref_ca_file, config.ref_request_timeout)
     with suppress(RequestFailure):
         pool.run()
@@ -207,7 +205,6 @@ class PoolSampler(Sampler):
             ended.set()
 
     def _log_wait(self, ended: threading.Event) -> None:
-        """Log the state of the wait after 5 s and then each 15 s."""
         began, pause, source = time.monotonic(), FIRST_LINE, self.source
         while not ended.wait(pause):
             pause = BETWEEN_LINES

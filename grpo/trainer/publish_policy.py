@@ -84,8 +84,7 @@ class PolicyPublisher:
             return path, self._write(path, base_weights(self.model))
 
     def send_left(self, first: int, end: int) -> None:
-        """Send the versions from `first` to before `end` that an earlier start of the run left and the pool lacks.
-        Empties the folder."""
+        """Send the versions from `first` to before `end` that an earlier start left unsent. Empties the folder."""
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
             left = Version.of_fields(json.loads(path.read_bytes()))
             if first <= left.version < end and self._path(left.version).exists():
@@ -118,8 +117,7 @@ class PolicyPublisher:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
-        has_adapter = hasattr(self.model, "peft_config")
-        weights = adapter_weights(self.model) if has_adapter else named_weights(self.model)
+        weights = adapter_weights(self.model) if hasattr(self.model, "peft_config") else named_weights(self.model)
         for name, weight in weights.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(weight, device="cpu")
@@ -279,9 +277,6 @@ class PoolRun:
                 self._pool.report_drift(drifts[start : start + MOST_TASKS])
         except (RequestFailure, ServerError) as error:  # the next round waits for the pool, or ends the run
             log.warning("the pool %s was not told of drift: %s", self._pool.url, error)
-
-    def close(self) -> None:
-        self.publisher.close()
 
     def _begin(self, version: int, number: int) -> None:
         """Tell the pool the run, and send what all its versions share, and what an earlier start left to be sent."""

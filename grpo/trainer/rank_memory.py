@@ -13,19 +13,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from grpo.config.trainer import TrainerConfig
+from grpo.model import memory
 from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK
-from grpo.model.memory import (
-    CUDA_PROCESS,
-    MIB,
-    Memory,
-    Pictures,
-    Terms,
-    activations,
-    attention_widths,
-    beside_products,
-    total,
-    weights,
-)
 from grpo.model.pictures import KEPT_BYTES, PictureProcessor
 from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
@@ -34,8 +23,8 @@ from grpo.trainer.deepspeed_engine import in_8_bits
 from grpo.trainer.inputs import Inputs
 from grpo.wire.picture_files import PicturedPrompt
 
-TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model
-NCCL_BUFFERS = 2 * 256 * MIB  # assumed: for two groups of ranks, the run's and ZeRO's
+TRAINER_PROCESS = 550 * memory.MIB  # measured on a CPU: Python, torch and the rest, but no model
+NCCL_BUFFERS = 2 * 256 * memory.MIB  # assumed: for two groups of ranks, the run's and ZeRO's
 SAMPLING, BACKWARD, STEP = "sampling", "backward pass", "AdamW's step"
 
 
@@ -88,8 +77,8 @@ class RankWork:
         """the tokens of a micro-batch; a sequence that is longer than the budget goes alone"""
         return min(max(self.config.micro_batch_tokens, self.sequence), self.prompts * self.group)
 
-    def pictures(self, prompts: int) -> Pictures | None:
-        return Pictures(self.processor, self.pictured, prompts) if self.pictured is not None else None
+    def pictures(self, prompts: int) -> memory.Pictures | None:
+        return memory.Pictures(self.processor, self.pictured, prompts) if self.pictured is not None else None
 
     @property
     def kept_pixels(self) -> int:
@@ -101,7 +90,7 @@ class RankWork:
         return min(KEPT_BYTES, of_prompt * self.prompts * self.config.steps_per_generation)
 
 
-def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_type: str) -> Memory:
+def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_type: str) -> memory.Memory:
     """Return a rank's memory from the second step on. The model is on device meta, as the run trains it but for the
     quantization, which the settings name. Raises NotImplementedError if it does not run there."""
     config, cuda, item = work.config, device_type == "cuda", model.dtype.itemsize
@@ -113,7 +102,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     eight_bit = sum(weight.numel() for weight in in_8_bits(model)) if config.optim == "adamw_8bit" else 0
     packed = -(-eight_bit // work.ranks)  # a byte for each of both moments, and two constants for 256
     optimizer = {"masters": 4 * share, "AdamW's moments": 8 * (share - packed) + 2 * packed + 8 * -(-packed // 256)}
-    standing = {"weights": weights(model, config.quantization)}
+    standing = {"weights": memory.weights(model, config.quantization)}
     if offloads:
         standing["a gradient"] = item * largest
         in_16_bits = 0 if in_fp32 else item * max(share, largest)
@@ -128,22 +117,22 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     copies = (work.longest_prompt + config.num_generations * work.sequence) / work.group
     size = work.tokens, work.sequence, device_type, copies
     of_tokens = {
-        "activations": activations(model, *size, backward=True, pictures=pictures),
+        "activations": memory.activations(model, *size, backward=True, pictures=pictures),
         "head's gradient": item * head.numel() if head.requires_grad else 0,  # until the embeddings' is there, if tied
-        **beside_products(model, config.quantization, work.tokens),
+        **memory.beside_products(model, config.quantization, work.tokens),
     }
     begin, end, step = _gradients(work, item, sizes, zero, in_fp32, offloads, cuda)
     if eight_bit and not cuda:
         step["bitsandbytes' moments in fp32"] = 20 * share  # on a CPU alone
-    outside = {"CUDA": CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS, "pixels": work.kept_pixels}
+    outside = {"CUDA": memory.CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS, "pixels": work.kept_pixels}
     if cuda and work.ranks > 1:
         outside["NCCL's buffers"] = NCCL_BUFFERS
-    return Memory(
+    return memory.Memory(
         outside=outside,
         standing=standing if in_host else standing | optimizer,
         phases={
             SAMPLING: _sampling(model, work, device_type),
-            BACKWARD: max(of_tokens | begin, end, key=total),
+            BACKWARD: max(of_tokens | begin, end, key=memory.total),
             STEP: step,
         },
         device_type=device_type,
@@ -153,12 +142,10 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
 
 def _gradients(
     work: RankWork, item: int, sizes: list[int], zero: dict, in_fp32: bool, offloads: bool, cuda: bool
-) -> tuple[Terms, Terms, Terms]:
-    """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step.
-
-    The ranks sum a bucket of gradients at a time. A parameter larger than a bucket is summed alone, and held twice. A
-    GPU's memory is taken whole with the first gradient, a CPU's as it is written.
-    """
+) -> tuple[memory.Terms, memory.Terms, memory.Terms]:
+    """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step. The ranks sum a
+    bucket of gradients at a time. A parameter larger than a bucket is summed alone, and held twice. A GPU's memory is
+    taken whole with the first gradient, a CPU's as it is written."""
     share, largest = -(-sum(sizes) // work.ranks), max(sizes)
     # The defaults are DeepSpeed's.
     bucket, buckets = int(zero.get("reduce_bucket_size", 500_000_000)), 1 + bool(zero.get("overlap_comm"))
@@ -169,7 +156,7 @@ def _gradients(
     several = work.prompts * work.group > work.config.micro_batch_tokens
     before = kept if several and not in_fp32 else 0  # of the micro-batches before; in fp32 they are one
 
-    def with_summed(summed: int) -> Terms:
+    def with_summed(summed: int) -> memory.Terms:
         arrived = kept if cuda or in_fp32 else max(0, kept - item * bucket)
         return {"gradients": before + max(kept, arrived + summed), "buckets": buckets}
 
@@ -184,7 +171,7 @@ def _gradients(
     return begin, with_summed(last), step
 
 
-def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
+def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> memory.Terms:
     """Return the peak of a round's rows, or of an evaluation's, whose prompts have one row each."""
     config, window = work.config, longest_packed(model)[0]
     if config.sampler == "pool" and not work.held_out:
@@ -197,12 +184,12 @@ def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms
         calls.append(_continuous(model, work, device_type, groups, config.draws))
     if work.held_out:
         calls.append(_continuous(model, work, device_type, min(config.sequences_per_generate, work.held_out), copies=1))
-    return max(calls, key=total)
+    return max(calls, key=memory.total)
 
 
-def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> Terms:
+def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> memory.Terms:
     """Return the highest of the passes of prompts, of answers, and of the last token (grpo/sampling/rows.py)."""
-    config, (_, keys), item = work.config, attention_widths(model), model.dtype.itemsize
+    config, (_, keys), item = work.config, memory.attention_widths(model), model.dtype.itemsize
     text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
     prompt, completion = work.longest_prompt, config.max_completion_length
     rows = min(config.sequences_per_generate, groups * copies)
@@ -217,14 +204,14 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
         "scores": 3 * 4 * rows * text.num_attention_heads * (prompt + completion),
         # All in fp32; a block is looked through in fp32 and fp64.
         "next token's logits": rows * (4 * vocabulary + 16 * min(vocabulary, block)),
-        **beside_products(model, config.quantization, rows),
+        **memory.beside_products(model, config.quantization, rows),
     }
     # Recorded steps have memory of their own (grpo/sampling/rows.py), beside that of a step before it is recorded.
-    recorded = {"recorded steps": total(step)} if device_type == "cuda" else {}
+    recorded = {"recorded steps": memory.total(step)} if device_type == "cuda" else {}
     first = {
         "KV cache": prompts,
-        "prompts": activations(model, tokens, prompt, device_type, pictures=work.pictures(together)),
-        **beside_products(model, config.quantization, tokens),
+        "prompts": memory.activations(model, tokens, prompt, device_type, pictures=work.pictures(together)),
+        **memory.beside_products(model, config.quantization, tokens),
     }
     if rows < groups * copies:  # prompts that follow the first ones find the rows there
         first |= {"KV cache": prompts + text.num_hidden_layers * own} | recorded
@@ -233,26 +220,26 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     passes = [first, full | step | recorded]
     if config.has_turns:  # one long answer alone, or shorter ones together
         fed = min(rows * completion, max(completion, PREFILL_TOKENS))
-        answers = {"answers": activations(model, fed, prompt + completion, device_type)}
-        passes.append(full | answers | beside_products(model, config.quantization, fed) | recorded)
-    return max(passes, key=total)
+        answers = {"answers": memory.activations(model, fed, prompt + completion, device_type)}
+        passes.append(full | answers | memory.beside_products(model, config.quantization, fed) | recorded)
+    return max(passes, key=memory.total)
 
 
-def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
+def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> memory.Terms:
     """Return the higher of the prompts' forward pass, which with tools or an environment may have all of a completion
     but a token, and that of the last token, by transformers' generate."""
-    (queries, keys), item, prompt = attention_widths(model), model.dtype.itemsize, work.longest_prompt
+    (queries, keys), item, prompt = memory.attention_widths(model), model.dtype.itemsize, work.longest_prompt
     layers, vocabulary = model.config.get_text_config().num_hidden_layers, len(model.get_output_embeddings().weight)
     cache = 2 * layers * keys * work.rows * item  # for one token of every sequence
     context = work.sequence if work.config.has_turns else prompt
     tokens = work.rows * context  # each completion's prompt by itself
-    products = beside_products(model, work.config.quantization, tokens)
+    products = memory.beside_products(model, work.config.quantization, tokens)
     pictures = work.pictures(work.rows)
     first = {
         "KV cache": cache * context,
-        "prompts": activations(model, tokens, context, device_type, padded=True, pictures=pictures),
+        "prompts": memory.activations(model, tokens, context, device_type, padded=True, pictures=pictures),
     }
     # A layer's keys are made anew to take a token in; transformers before 5.23 repeats them for all heads.
     again = (2 * queries if queries > keys else keys) * work.rows * work.sequence * item
     last = {"KV cache": cache * work.sequence + again, "next token's logits": 24 * work.rows * vocabulary}  # 6 in fp32
-    return max(first | products, last | products, key=total)
+    return max(first | products, last | products, key=memory.total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -15,15 +15,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from grpo.client.server_errors import ServersLost
+from grpo.config.errors import RewardError
+from grpo.config.user_code import user_code
 from grpo.data.records import StepBatch
-from grpo.rewards.functions import TrainerState
-from grpo.run.collective import gather
+from grpo.rewards.functions import TrainerState, format_user_stack
+from grpo.run.collective import from_first, gather
 from grpo.run.exit import EndRun
 from grpo.run.folder import save_model, use_best
 from grpo.run.json_lines import with_error
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
-from grpo.trainer.rewarding import RewardsLost
+from grpo.trainer.rewarding import RewardsLost, fail_together
 from grpo.trainer.setup import Run
 from grpo.trainer.step_result import StepResult
 
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 FLAT_STEPS = 5  # steps in a row without signal after which a warning says so, once until a step has signal again
 MOST_BAD_STEPS = 5  # steps in a row that teach nothing, after which the run ends: a few may be a reward out of scale
 SAMPLE_STEPS = 50  # steps from one completion in the log to the next
+ASKED = "save", "stop", None  # what a callback may ask for: a checkpoint, an end after this step, nothing
 _HALF_SAMPLE = 300  # characters of a prompt's or completion's begin, and of its end, in the log
 
 
@@ -57,14 +60,13 @@ def raised_later(lost: list[Exception]) -> Iterator[None]:
 
 
 def evaluate_policy(run: Run, step: int) -> dict[str, float]:
-    """Return the metrics of an evaluation after this step, and record its first greedy answers; of step 0 the metrics
-    too. All ranks call it together. Raises OutOfMemory, RewardsLost."""
+    """Evaluate after this step, record and return the metrics. All ranks call it. Raises OutOfMemory, RewardsLost."""
     config, examples, ranks = run.config, run.inputs.held_out, run.ranks
     with explain_shortage(lambda: (f"{EVALUATION} after step {step}", EVALUATION), config, run.checkpoints.way_on):
         log.info("step %d: evaluating %d held-out problems", step, len(examples))
         run.sampler.update_weights(step)
         state = TrainerState(step, config.max_steps)
-        metrics, completions = evaluate(run.sampler, examples, run.rewarder, config, ranks.rank, ranks.size, state)
+        metrics, completions = evaluate(run.sampler, examples, run.rewarder, ranks.rank, ranks.size, state)
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
         recorded = sorted(greedy, key=itemgetter("problem"))[: config.log_eval_completions]
@@ -111,8 +113,32 @@ def record_step(
     _warn(run, step, result)
 
 
+def call_back(run: Run, step: int, batch: StepBatch, result: StepResult) -> str | None:
+    """Return what the user's callback, called on rank 0 with the step's row of metrics.jsonl and all its completions,
+    asks for; None without one. All ranks call this together. Raises RewardsLost if it raises, or asks for more."""
+    if run.inputs.callback is None:
+        return None
+    completions = list(chain.from_iterable(gather(batch.to_lines(run.rewarder.names))))
+    asked = None
+    with fail_together():
+        if run.recorder is not None:
+            asked = _call(run.inputs.callback, step, result.metrics, completions)
+    return from_first(asked)
+
+
+def _call(callback: Callable, step: int, metrics: dict, completions: list[dict]) -> str | None:
+    try:
+        with user_code("callback", step):
+            asked = callback(step=step, metrics=dict(metrics), completions=completions)
+    except Exception as error:  # the user's code may raise anything
+        message = f"callback raised {type(error).__name__} after step {step}: {error}"
+        raise RewardError(message, format_user_stack(error)) from error
+    if asked not in ASKED:
+        raise RewardError(f"callback returned {asked!r} after step {step}: return 'save', 'stop' or None")
+    return asked
+
+
 def _warn(run: Run, step: int, result: StepResult) -> None:
-    """Say what went wrong in a step."""
     if result.fault:
         log.warning("step %d %s", step, result.fault)
     failed = result.metrics.get("tools/failure_frequency", 0.0)
@@ -152,12 +178,10 @@ def _shorten(text: str) -> str:
 
 @contextmanager
 def saved_at_the_end(run: Run) -> Iterator[None]:
-    """Save a checkpoint if the run ends early, and raise EndRun with its reason and how to continue.
-
-    EndRun, ServersLost and RewardsLost reach every rank after the same step, so all of them save together. Memory ends
-    on one rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving.
-    However the run ends, its record is closed: a service that is not told of the end says that the run crashed.
-    """
+    """Save a checkpoint if the run ends early, and raise EndRun with its reason and how to continue. EndRun,
+    ServersLost and RewardsLost reach every rank after the same step, so all of them save together. Memory ends on one
+    rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving. However
+    the run ends, its record is closed: a service that is not told of the end says that the run crashed."""
     with explain_shortage(partial(_place, run), run.config, run.checkpoints.way_on):
         try:
             yield
@@ -170,7 +194,7 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
             raise EndRun(f"{error}: lower learning_rate; {run.checkpoints.way_on()}") from error
         finally:
             if run.pool_run is not None:
-                run.pool_run.close()
+                run.pool_run.publisher.close()
             if run.recorder:
                 run.recorder.close()
 
@@ -187,8 +211,7 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
         raise lost[-1]
     bad_steps = run.progress.bad_steps
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
-        steps = ", ".join(map(str, bad_steps))
-        raise EndRun(f"steps {steps} taught the policy nothing: the last {result.fault}")
+        raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: the last {result.fault}")
     if result.signal and step < run.config.max_steps:
         raise EndRun(f"stopped by signal {result.signal}", 128 + result.signal)
 

@@ -62,8 +62,7 @@ def try_rewards(
 ) -> None:
     """Call each function of `load_reward_funcs` once on two completions of the example, its gold answer (without one
     its prompt) and an empty one, and log its rewards. Of a reward model, not loaded yet, the chat template alone is
-    tried. Raises RewardError, ConfigError.
-    """
+    tried. Raises RewardError, ConfigError."""
     functions, pool = start_functions(rewards, config, workers=1)
     text, what = (example.gold, "gold answer") if example.gold else (example.prompt, "text")
     answer = Rollout(tokenizer(text, add_special_tokens=False)["input_ids"], True, text, [], 0)
@@ -85,7 +84,6 @@ def try_rewards(
 
 
 def _messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """Return the completion as chat messages."""
     return [{"role": "assistant", "content": rollout.text}] if rollout.outcome is None else rollout.outcome.messages
 
 
@@ -129,7 +127,7 @@ class Rewarder:
 
     def __init__(self, rewards: Mapping[str, Any], started: dict[str, Callable | RewardScorer], config: RewardedConfig):
         """`rewards` are those of join_rewards, `started` those of the functions as start_rewards returns them."""
-        self._started, self._config, weights = started, config, [*config.reward_weights]
+        self._started, self.config, weights = started, config, [*config.reward_weights]
         self._of_environment = [name for name in rewards if name not in started]
         self.names = reward_names(rewards, config)
         self.weights = torch.tensor(weights + [1.0] * (len(self.names) - len(weights)), dtype=torch.float64)
@@ -148,7 +146,7 @@ class Rewarder:
         numbers follow from the run's seed, the step in `state`, and `key`, which no other batch of the step has. The
         punishment for length counts the tokens of answers too, and applies only beside another reward. Raises
         RewardError, ServerError."""
-        config, key = self._config, (self._config.seed, state.global_step, *key)
+        config, key = self.config, (self.config.seed, state.global_step, *key)
         by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged, key))
         given = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
         for name in self._of_environment:

@@ -45,12 +45,11 @@ class Rounds:
     rewarder: Rewarder
     client: ReferenceClient | None  # None without servers
     adapter_off: AdapterOffReference | None  # None unless the policy itself is the reference
-    logged: dict[str, list[float]] = field(default_factory=dict)
-    """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
+    logged: dict[str, list[float]] = field(default_factory=dict)  # what log_metric was given, until a step has taken it
 
     def __post_init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._weights, self._state = self.rewarder.weights, TrainerState()
+        self._weights = self.rewarder.weights
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. Return the batch of each of its
@@ -58,27 +57,26 @@ class Rounds:
         config = self.config
         steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
         examples, ids = self.stream.groups_of(steps, self._rank, self._world_size)
-        requests: ReferenceRequests = {}
-        self._state = TrainerState(updates, config.max_steps)
+        self._state, self._clock, self._requests = TrainerState(updates, config.max_steps), clock, {}
         with clock("generate"):
             self.sampler.update_weights(updates)
         with fail_together():
             with clock("generate"):
-                groups = self._draw(examples, ids, 0, requests)
+                groups = self._draw(examples, ids, attempt=0)
             with clock("reward"):
                 by_function = self._reward(groups, attempt=0)
-            greedy = self._reward_greedy(groups, clock, attempt=0)
+            greedy = self._reward_greedy(groups, attempt=0)
         if isinstance(self.stream, AdaptiveStream):
             signals = groups_with_signal(by_function, self._weights, config, greedy).tolist()
             self.stream.record(gather(dict(zip(ids, signals, strict=True))))
-        replaced = self._replace(groups, by_function, greedy, steps[0], clock, requests)
+        replaced = self._replace(groups, by_function, greedy, steps[0])
         compared_rewards = by_function
         if config.num_draws is not None:
             chosen = most_varied(total_rewards(by_function, self._weights), config.num_generations)
             groups = [replace(group, chosen=row) for group, row in zip(groups, chosen.tolist(), strict=True)]
             compared_rewards = by_function.gather(2, chosen.expand(len(by_function), -1, -1))
             if self.client is not None:
-                self._ask(groups, requests)
+                self._ask(groups, self._requests)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -95,7 +93,7 @@ class Rounds:
 
         penalty = torch.zeros(len(samples), dtype=torch.float64)
         if config.kl_in_reward:
-            penalty = beta * self._kl(samples, clock, requests)
+            penalty = beta * self._kl(samples)
         penalty = penalty.view(len(groups), -1)
         lengths = torch.tensor([sample.tokens for sample in samples]).view(len(groups), -1)
         # Some ways to compare look at the rewards of all ranks.
@@ -108,7 +106,8 @@ class Rounds:
             sample.advantage = advantage
 
         signal = share_of_rank.ne(0).any(dim=1)
-        whole = StepBatch(groups, by_function, total_rewards(by_function, self._weights), signal, samples, requests)
+        rewards = total_rewards(by_function, self._weights)
+        whole = StepBatch(groups, by_function, rewards, signal, samples, self._requests)
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 
     def ask_again(self, batches: list[StepBatch]) -> None:
@@ -124,12 +123,12 @@ class Rounds:
         ]
         requests |= zip((group.id for group in groups), self.client.request_groups(asked), strict=True)
 
-    def _draw(self, examples: list[Example], ids: list[int], attempt: int, requests: ReferenceRequests) -> list[Group]:
-        """Draw a group for each example. Ask the reference about groups as they end, those that end together in one
-        request."""
+    def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
+        """Draw a group for each example. Ask the reference about groups as they end, together in one request."""
 
         def ask(ended: dict[int, list[Rollout]]) -> None:
-            self._ask([Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()], requests)
+            groups = [Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()]
+            self._ask(groups, self._requests)
 
         config = self.config
         on_groups = ask if self.client is not None and config.num_draws is None else None
@@ -151,26 +150,18 @@ class Rounds:
                 group.extra[:] = [next(rows) for _ in group.rollouts]
         return by_function.view(len(by_function), len(groups), -1)
 
-    def _reward_greedy(self, groups: list[Group], clock: PhaseClock, attempt: int) -> torch.Tensor:
+    def _reward_greedy(self, groups: list[Group], attempt: int) -> torch.Tensor:
         """Compute the rewards of greedy completions of the groups' prompts, which are not trained on: float64
         [functions, groups]. With another advantage_estimator than remax nothing is drawn and all are 0."""
         if self.config.advantage_estimator != "remax":
             return torch.zeros(len(self.rewarder.names), len(groups), dtype=torch.float64)
         examples = [group.example for group in groups]
-        with clock("generate"):
+        with self._clock("generate"):
             rollouts = self.sampler.greedy(examples)
-        with clock("reward"):
+        with self._clock("reward"):
             return self.rewarder.compute(examples, rollouts, self._state, key=(self._rank, attempt, "greedy"))
 
-    def _replace(
-        self,
-        groups: list[Group],
-        by_function: torch.Tensor,
-        greedy: torch.Tensor,
-        first_step: int,
-        clock: PhaseClock,
-        requests: ReferenceRequests,
-    ) -> int:
+    def _replace(self, groups: list[Group], by_function: torch.Tensor, greedy: torch.Tensor, first_step: int) -> int:
         """Replace groups without signal by groups of other prompts, in `groups`, `by_function` and `greedy`, up to
         max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
         config, replaced = self.config, 0
@@ -182,17 +173,17 @@ class Rounds:
             replaced += on_all_ranks
             ids = [groups[row].id for row in rows]
             for group_id in ids:
-                if (request := requests.pop(group_id, None)) is not None:
+                if (request := self._requests.pop(group_id, None)) is not None:
                     request.cancel()
             with fail_together():
-                with clock("generate"):
+                with self._clock("generate"):
                     places = [group_id - first_step * config.prompts_per_step for group_id in ids]
                     examples = self.stream.replacements(first_step, config.steps_per_generation, attempt, places)
-                    new_groups = self._draw(examples, ids, attempt, requests)
+                    new_groups = self._draw(examples, ids, attempt)
                 if rows:
-                    with clock("reward"):
+                    with self._clock("reward"):
                         by_function[:, rows] = self._reward(new_groups, attempt)
-                    greedy[:, rows] = self._reward_greedy(new_groups, clock, attempt)
+                    greedy[:, rows] = self._reward_greedy(new_groups, attempt)
             for row, group in zip(rows, new_groups, strict=True):
                 groups[row] = group
         return replaced
@@ -204,13 +195,12 @@ class Rounds:
                 logprobs, _ = policy_logprobs(self.model, rows, self.config, self.batcher)
                 yield from zip(rows, logprobs, strict=True)
 
-    def _kl(self, samples: list[Sample], clock: PhaseClock, requests: ReferenceRequests) -> torch.Tensor:
-        """Return the KL of each completion: float64 [samples]. All ranks call it together. Raises ServersLost on every
-        rank if the reference did not answer a request."""
+    def _kl(self, samples: list[Sample]) -> torch.Tensor:
+        """Return the KL of each completion: float64 [samples]. Raises ServersLost on every rank without an answer."""
         lost = None
-        with clock("wait_ref"):
+        with self._clock("wait_ref"):
             try:
-                wait_for_reference(samples, requests)
+                wait_for_reference(samples, self._requests)
             except ServerError as error:
                 lost = error
         raise_together(lost, ServersLost)
@@ -218,7 +208,6 @@ class Rounds:
 
 
 def make_samples(group: Group) -> list[Sample]:
-    """Make the update's samples of a group's completions."""
     samples = []
     for place, rollout in enumerate(group.trained.values()):
         sample = Sample(group.example.prompt_ids, rollout.completion_ids, rollout.finished)

@@ -80,8 +80,7 @@ class Run:
 def set_up(
     config: TrainerConfig, ranks: Ranks, inputs: Inputs, folder: Path, checkpoint: Path | None, launcher: Launcher
 ) -> Run:
-    """Reach the servers, load the policy, start its engine, and continue from the checkpoint, if one is given. Raises
-    ConfigError for a model, server or checkpoint that does not fit."""
+    """Reach the servers, load the policy, start its engine, and continue from a checkpoint. Raises ConfigError."""
     rank, world_size, device, _ = ranks
     description = _describe_run(config, inputs, world_size, checkpoint)
     any_version = config.ref_update_steps > 0 and (checkpoint is not None or has_begun(folder))
@@ -116,8 +115,7 @@ def set_up(
         if pool is not None and rank == 0:
             policy = PolicyPublisher(pool, engine.module, batcher, folder, ask, stop_waiting)
             pool_run = PoolRun(config, policy, inputs.tokenizer, folder.name, checkpoints, inputs.turns)
-        for_rank = inputs.tokenizer, inputs.end_ids, inputs.stream, ranks
-        drawing = PoolSampler(config, source, ask, pool_run, *for_rank)
+        drawing = PoolSampler(config, source, ask, pool_run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
     rounds = Rounds(config, engine.module, drawing, batcher, inputs.stream, rewarder, client, adapter_off)
     progress = Progress(config.beta, config.entropy_coef, reference=first_reference)
     if checkpoint is not None:

@@ -1,8 +1,6 @@
-"""One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches.
-
-It trains on the tokens that the policy drew. The answers of tools and environments between them are fed to the model,
-and have no part in any number here.
-"""
+"""One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches. It trains
+on the tokens that the policy drew. The answers of tools and environments between them are fed to the model, and have no
+part in any number here."""
 
 from __future__ import annotations
 
@@ -101,8 +99,7 @@ class _Step:
     chosen: torch.Tensor | None  # how many of the step's tokens chose each expert; None without a balance loss
     lost: ServerError | None = None
     trained: list[Sample] = field(default_factory=list)
-    old_logprobs: list[torch.Tensor] = field(default_factory=list)
-    """those of the policy before this step; empty if the samples have some, or are not trained on again"""
+    old_logprobs: list[torch.Tensor] = field(default_factory=list)  # empty if the samples have some, or need none
     values: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
@@ -199,11 +196,7 @@ def split_masked(samples: Sequence[Sample], config: LossSection) -> tuple[list[S
 
 @torch.no_grad()
 def policy_logprobs(
-    model: PreTrainedModel,
-    samples: Sequence[Sample],
-    config: TrainerConfig,
-    batcher: Batcher,
-    with_entropy: bool = False,
+    model: PreTrainedModel, samples: list[Sample], config: TrainerConfig, batcher: Batcher, with_entropy: bool = False
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the model's log-probs of each sample, and its entropies on request: float32 [sample.tokens], bit for bit
     those of an update on the same samples: in bfloat16 another cut into micro-batches rounds differently."""
@@ -231,8 +224,7 @@ def _experts_chosen(
     for indices in micro_batches:
         rows = [samples[index] for index in indices]
         if any(sample.tokens for sample in rows):
-            batch = _make(rows, batcher, model.device)
-            total = total + experts_chosen(router_logits(model, batch), per_token)
+            total = total + experts_chosen(router_logits(model, _make(rows, batcher, model.device)), per_token)
     return sum(gather(total.cpu()))  # a rank without tokens adds a 0
 
 
@@ -242,12 +234,9 @@ def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
 
 def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> Batch:
     """Make a micro-batch. If the vision tower is trained and no prompt has a picture, add a small one without a
-    completion, whose gradient is 0.
-
-    ZeRO-2 sums gradients over the ranks as they arrive: if another rank has pictures, they would come in another order,
-    and ranks add up those of different weights, or wait for ever. On one rank too: for an offloaded parameter without a
-    gradient DeepSpeed takes that of the step before.
-    """
+    completion, whose gradient is 0. ZeRO-2 sums gradients over the ranks as they arrive: if another rank has pictures,
+    they would come in another order, and ranks add up those of different weights, or wait for ever. On one rank too:
+    for an offloaded parameter without a gradient DeepSpeed takes that of the step before."""
     sequences, drawn = _sequences(samples), [sample.drawn for sample in samples]
     filler = batcher.vision.filler if batcher.vision is not None else None
     if filler is not None and not any(pictures_of(prompt) for prompt, _ in sequences):
@@ -263,7 +252,6 @@ def _joined(parts: list[np.ndarray | None] | None, device: torch.device) -> torc
 
 def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
     """Mark the tokens whose entropy is within the highest `share` of the step's, over all ranks: bool, shaped as given.
-
     Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939, equation 6. The quantile is interpolated, as TRL does.
     """
     all_entropies = np.concatenate(gather(np.concatenate([np.zeros(0, np.float32), *entropies])))

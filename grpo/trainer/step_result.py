@@ -22,8 +22,6 @@ _FAILURES = "tool_failures"  # the calls of tools that failed, among a step's nu
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a step, which may differ from step to step."""
-
     beta: float
     entropy_coef: float
     learning_rate: float
@@ -38,12 +36,10 @@ class StepResult:
     applied: bool  # False if the loss or gradient was not finite: DeepSpeed left the weights as they were
     fault: str  # why the step taught the policy nothing, and what helps; empty if it taught something
     signal: int  # number of the signal that a rank received; 0 for none
-    drifts: list[tuple[int, float, int]]
-    """(group id, mean distance of its sampler's log-probs from the policy's, tokens); empty without a pool"""
+    drifts: list[tuple[int, float, int]]  # group id, mean distance of sampler and policy, tokens; empty without a pool
 
 
 def coefficients(run: Run) -> Coefficients:
-    """Return the coefficients of the next step."""
     config, progress = run.config, run.progress
     entropy_coef = applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
     return Coefficients(progress.beta, entropy_coef, run.schedule.get_last_lr()[0], progress.ref_step)

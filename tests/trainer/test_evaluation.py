@@ -50,7 +50,7 @@ def ask(model, tokenizer, model_folder, data_folder):
         examples = load_examples(config, "test", tokenizer, config.eval_samples, progress=False)
         sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
         rewarder = Rewarder(FUNCTIONS, FUNCTIONS, config)
-        return evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
+        return evaluate(sampler, examples, rewarder, rank, world_size, TrainerState())
 
     return run
 
@@ -188,7 +188,7 @@ def evaluated(examples: int, functions: dict, **settings):
     golds = [str(index % 2) for index in range(examples)]
     problems = [Example(index, "?", [1], {"answer": gold}, gold=gold) for index, gold in enumerate(golds)]
     rewarder = Rewarder(functions, functions, config)
-    return evaluate(ScriptedSampler(), problems, rewarder, config, 0, 1, TrainerState())
+    return evaluate(ScriptedSampler(), problems, rewarder, 0, 1, TrainerState())
 
 
 def test_any_sampler_can_be_evaluated():
