@@ -9,8 +9,6 @@ grpo/workers/loop.py does the work. Until the engine is chosen only requests, nu
 imported: an engine may need other versions than the trainer.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

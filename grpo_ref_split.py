@@ -13,8 +13,6 @@ them num_iterations times. By default a round is a step, and each completion is 
 the probability ratio is 1 and the clipping idle.
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing
 from functools import partial

@@ -13,8 +13,6 @@ The threads of the web server only parse, queue and wait (grpo/server/model_serv
 thread owns the model (grpo/server/scorer.py). docs/protocol.md describes the wire.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

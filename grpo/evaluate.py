@@ -12,8 +12,6 @@ the trainer takes (of a folder or a hub id the split `test`, of a single file al
 numbers do not depend on the number of processes; the samples follow from seed and temperature.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import ExitStack

@@ -8,8 +8,6 @@ file what has no counterpart: of TRL a script or YAML, of verl its command or YA
 script.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

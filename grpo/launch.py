@@ -10,8 +10,6 @@ save, then everything ends; a second Ctrl-C ends at once. Out of memory, the run
 of the setting that failed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

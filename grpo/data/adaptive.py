@@ -1,7 +1,5 @@
 """Prompts by their own record: those whose groups taught nothing come seldom (dataset_order adaptive)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

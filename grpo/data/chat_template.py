@@ -1,7 +1,5 @@
 """Renders a prompt, text or a chat, to the text and the token ids that the model continues."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Sequence

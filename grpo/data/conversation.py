@@ -1,7 +1,5 @@
 """Keeps the questions and answers of a chat, and makes the prompt of each next question."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads the rows of a dataset: a file, a folder of files, or a dataset of the hub."""
 
-from __future__ import annotations
-
 import glob
 import json
 import logging

@@ -1,7 +1,5 @@
 """Finds a dataset's column of pictures, and reads those of a row as the bytes of PNG or JPEG files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Makes an example with a tokenised prompt from a dataset's row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

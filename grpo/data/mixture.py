@@ -7,8 +7,6 @@
   weight: 0.3
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads the examples of a dataset, and fixes the order in which ranks train on them."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

@@ -2,8 +2,6 @@
 a segment up to its eos. They answer with token ids, which follow that segment in the completion, and the policy draws
 on after them: nothing that was drawn is tokenised again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ would be plain words to it. Without a template the messages follow each other as
 special tokens. A text's score does not depend on its batch. Rows are padded on the right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

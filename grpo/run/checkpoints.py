@@ -5,8 +5,6 @@ DeepSpeed's weights, optimizer and schedule, `rank-K.pickle` a rank's random sta
 drawn and not yet trained on, `progress.json` the rest. Unpickling runs code: resume only from checkpoints you trust.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Finds this process's rank and device, and exchanges values between ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar

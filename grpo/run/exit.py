@@ -7,8 +7,6 @@ a signal, and the lower process is stopped (SIGSTOP) until the rank has ended. T
 (tee, ssh) may die of the same Ctrl-C, or alone: a closed stdout or stderr counts as a signal too, and is no error.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import logging

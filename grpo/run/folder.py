@@ -1,8 +1,6 @@
 """Saves a model with its card, and pushes it to the hub. Folders are written whole or not at all, even if the process
 or machine dies."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

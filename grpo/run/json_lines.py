@@ -1,8 +1,6 @@
 """Writes and reads files with a JSON record per line: metrics.jsonl, completions.jsonl, bad_steps.jsonl, starts.jsonl.
 Pictures of recorded prompts are files beside the record, named by a digest of their bytes and written once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

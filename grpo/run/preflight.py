@@ -1,8 +1,6 @@
 """Checks before a run: that all ranks see the same folder, take the same checkpoint, and have the same inputs, and that
 the checkpoint is of a run with these data and settings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Writes a run's files, and sends its numbers to services, by their names in `report_to`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

@@ -1,8 +1,6 @@
 """The folder of a run or an evaluation: finds, checks, makes and locks it, and finds and checks its checkpoints.
 Imports no torch: grpo.launch checks the folder before it starts anything."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

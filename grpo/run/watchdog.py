@@ -2,8 +2,6 @@
 waits silently. So each rank reports its position every few seconds through torch's store in rank 0's process, on a
 separate connection."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """All of DeepSpeed: ranks meet, ds_config.json is completed with the run's sizes and rates, the engine starts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

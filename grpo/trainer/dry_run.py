@@ -1,8 +1,6 @@
 """`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print its needs. It
 makes no folder, waits for no server and loads no weights."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Evaluation: the rewards of a model's answers to held-out problems, and how many it solves; shared by all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

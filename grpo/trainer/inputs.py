@@ -1,7 +1,5 @@
 """All that a run, or its dry run, reads before a model is loaded: settings files, reward functions, tools, data."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Turns a rank's lack of memory into one sentence: the phase, the size of the request, and the setting to lower, which
 it leaves in a file that `grpo launch` names, to continue by itself with a lower one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

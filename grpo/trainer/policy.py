@@ -1,7 +1,5 @@
 """The policy before its first step: loaded or counted, made trainable, with the sampler that draws from it."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

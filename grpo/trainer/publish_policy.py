@@ -7,8 +7,6 @@ most. The file stays until the pool has the version after it: with a lag the poo
 cannot make any more, which `send_left` sends.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

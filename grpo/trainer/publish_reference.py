@@ -5,8 +5,6 @@ update, for a server that starts again. `reference-0`, which the servers began w
 another one: a run that is killed before that begins again with it, whatever the servers have by then.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

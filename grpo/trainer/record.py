@@ -1,7 +1,5 @@
 """A run's record and screen: each step's metrics and completions, the progress bar, each evaluation, the end."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -1,8 +1,6 @@
 """A run's rewards, in training and in evaluation: those of its functions and its environment, their weights, and which
 are verdicts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

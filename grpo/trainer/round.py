@@ -5,8 +5,6 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 (grpo/trainer/step.py), which packs them with `Batcher.make` and gives their log-probs to `grpo_loss`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Everything before the training loop: servers, model, engine, checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 on the tokens that the policy drew. The answers of tools and environments between them are fed to the model, and have no
 part in any number here."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future

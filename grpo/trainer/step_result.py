@@ -1,7 +1,5 @@
 """A step's result: its metrics over all ranks, and the coefficients of the next step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
