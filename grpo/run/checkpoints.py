@@ -39,12 +39,6 @@ log = logging.getLogger(__name__)
 
 LOAD_UNIVERSAL = {"load_universal": True}  # in DeepSpeed's section "checkpoint": it loads what `to_universal` wrote
 
-_MOVED = {  # the new modules of classes that older checkpoints name by their former modules
-    "grpo.rollouts.records": "grpo.data.records",
-    "grpo.wire.pictures": "grpo.wire.picture_files",
-    "grpo.wire.turns": "grpo.wire.tool_outcomes",
-}
-
 
 @dataclass
 class Progress:
@@ -268,14 +262,9 @@ def _writer(name: str) -> int:
     return int(numbered[1] or numbered[2]) if numbered else 0
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(_MOVED.get(module, module), name)
-
-
 def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
     with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
-        return _Unpickler(file).load()
+        return pickle.load(file)
 
 
 def to_universal(engine: Path, to: Path) -> None:

@@ -86,21 +86,21 @@ class RunDescription:
         check_same(checkpoint, "the checkpoint's format", saved["format"], self.fields["format"], remedy)
         # Settings first: some change the prompts. A setting that is newer than the checkpoint had its default.
         before = self._defaults() | saved["settings"]
-        directory = saved.get("directory", self.fields["directory"])  # an older checkpoint does not have it
         for name in sorted(saved["settings"].keys() | self.fields["settings"].keys()):
             if name == "max_steps" and self._longer_changes_nothing():
                 continue
             now = self.fields["settings"].get(name)
-            if name in USER_FILES and _absolute(before[name], directory) == _absolute(now, self.fields["directory"]):
-                continue
+            if name in USER_FILES:
+                there, here = _absolute(before[name], saved["directory"]), _absolute(now, self.fields["directory"])
+                if there == here:
+                    continue
             check_same(checkpoint, name, before[name], now, "leave it as it was")
         remedy = "set dataset_name to the same data, or begin a new run"
         check_same(checkpoint, "the prompts' count and sum", saved["prompts"], self.fields["prompts"], remedy)
-        columns_now = self.fields["columns"]
-        columns = saved.get("columns", columns_now)  # an older checkpoint has none
-        for name in sorted(columns.keys() | columns_now.keys()):
-            check_same(checkpoint, f"the sum of the column {name!r}", columns.get(name), columns_now.get(name), remedy)
-        check_same(checkpoint, "the weights of datasets", saved.get("weights"), self.fields["weights"], remedy)
+        before, now = saved["columns"], self.fields["columns"]
+        for name in sorted(before.keys() | now.keys()):
+            check_same(checkpoint, f"the sum of the column {name!r}", before.get(name), now.get(name), remedy)
+        check_same(checkpoint, "the weights of datasets", saved["weights"], self.fields["weights"], remedy)
         if saved["ranks"] != self.fields["ranks"] and self._config.optim == "adamw_8bit":
             raise ConfigError(
                 f"resume_from_checkpoint='{checkpoint}': it is of {saved['ranks']} ranks, and AdamW's moments in 8 "

@@ -21,7 +21,7 @@ from grpo.run.json_lines import read_records
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a folder that has it is complete
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 
@@ -193,8 +193,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
         content = None
     if isinstance(content, dict) and isinstance(content.get("format"), int):
         written_sum = content.pop("sha256", None)
-        # Formats 1 and 2 had no sum.
-        if written_sum == _sum_content(content) or (written_sum is None and content["format"] < 3):
+        if written_sum == _sum_content(content):
             return content
     raise Damaged(f"{PROGRESS} is not as it was written")
 

@@ -399,10 +399,8 @@ def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
     for text in ("", "[]", "{}", "[" * 10_000, '{"format": 4, "files": {}}'):
         (folder / "progress.json").write_text(text)
         check(folder / "progress.json", "is not as it was written")
-    (folder / "progress.json").write_text('{"format": 2, "step": 5}')
-    assert damage(folder) is None
-    with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 2 there and 5 here: use"):
-        RunDescription(TrainerConfig(), [], 1).check(folder, read_progress(folder))
+    with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 5 there and 6 here: use"):
+        RunDescription(TrainerConfig(), [], 1).check(folder, {"format": 5})
 
 
 def json_of(content: Path | bytes):
@@ -455,8 +453,6 @@ def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name
     changed = description(**{name: COLUMNS[name][1] if name in COLUMNS else "a column that was not there"})
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*: the sum of the column '{name}' is .* the same"):
         changed.check(tmp_path, saved)
-    del saved["columns"]  # as in an older checkpoint
-    changed.check(tmp_path, saved)
 
 
 def test_a_file_of_the_users_may_be_given_by_another_path(tmp_path, monkeypatch):
@@ -477,10 +473,6 @@ def test_a_file_of_the_users_may_be_given_by_another_path(tmp_path, monkeypatch)
     for changes in ({"environment": "../mine.py:Other"}, {"reward_funcs": ["../mine.py:good", "format_reward"]}):
         with pytest.raises(ConfigError, match=f"{next(iter(changes))} is .* leave it as it was"):
             description(tmp_path / "below", "../mine.py", **changes).check(tmp_path, saved)
-    del saved["directory"]  # as in an older checkpoint
-    description(tmp_path, "mine.py").check(tmp_path, saved)
-    with pytest.raises(ConfigError, match=r"environment is 'mine.py:Game' there and '../mine.py:Game' here: leave"):
-        description(tmp_path / "below", "../mine.py").check(tmp_path, saved)
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_path):

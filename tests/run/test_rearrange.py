@@ -1,7 +1,6 @@
 """A run that goes on with another number of ranks ends where it would have ended."""
 
 import json
-import pickle
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ from altered_trainer import killed_at
 from rounding import FORMULA, assert_rounded
 from trainer_runs import finish, lines, reference, timeless, training, weights, went_on
 
-from grpo.data.records import Example, StepBatch
-from grpo.run.checkpoints import read_rank_state, share_anew
-from grpo.wire.picture_files import PicturedPrompt
+from grpo.data.records import StepBatch
+from grpo.run.checkpoints import share_anew
 
 KILLED = "grpo.run.checkpoints:Checkpoints.delete_old:before:"
 
@@ -69,15 +67,3 @@ def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
                 for name in ("by_function", "rewards", "signal"):
                     assert torch.equal(getattr(batch, name), getattr(expected, name))
     assert share_anew([[], []], 0, 3) == []
-
-
-def test_a_checkpoint_from_before_its_classes_moved_is_read(tmp_path):
-    moved = {"grpo.data.records": "grpo.rollouts.records", "grpo.wire.picture_files": "grpo.wire.pictures"}
-    example = Example(3, "2+2?", PicturedPrompt([5, 6], [b"png"]), {"answer": "4"})
-    body = pickle.dumps({"random": {}, "batches": [example]}, protocol=2)
-    for now, before in moved.items():
-        assert now.encode() in body
-        body = body.replace(now.encode(), before.encode())
-    (tmp_path / "rank-1.pickle").write_bytes(body)
-    (read,) = read_rank_state(tmp_path, 1)["batches"]
-    assert type(read) is Example and type(read.prompt_ids) is PicturedPrompt and read == example
