@@ -263,7 +263,7 @@ def test_it_says_where_a_run_goes_on_and_refuses_other_settings(given, printed, 
     with pytest.raises(ConfigError, match="checkpoint-3': learning_rate is 1e-06 there and 0.1 here: leave it as it"):
         start_of(learning_rate=0.1)
     write_progress(checkpoint, {"format": 4})
-    with pytest.raises(ConfigError, match="checkpoint-3': the checkpoint's format is 4 there and 5 here"):
+    with pytest.raises(ConfigError, match="checkpoint-3': the checkpoint's format is 4 there and 6 here"):
         start_of()
     (run / "model").mkdir()
     write_progress(run / "model", {"step": settings.max_steps})
