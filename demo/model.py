@@ -210,6 +210,8 @@ def begin(folder: Path, seed: int) -> random.Random:
     """Seed torch, and return random numbers of this seed. Raises FileExistsError if a model is there already."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists; remove it to build the model again")
+    if torch.get_num_threads() > 1:  # in a notebook: two would wait for each other where other programs run
+        torch.set_num_threads(1)
     torch.manual_seed(seed)
     return random.Random(seed)
 
