@@ -154,7 +154,7 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n')
     begun = tmp_path / "begun/checkpoint-1"
     begun.mkdir(parents=True)
-    write_progress(begun, {"ranks": 1, "settings": {}, "files": {}})  # of other settings
+    write_progress(begun, {"ranks": 1, "settings": {}, "directory": "", "files": {}})  # of other settings
     cases = [
         (dict(max_completion_length=500), "max_completion_length=500"),  # the model's config.json says it
         (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
