@@ -39,7 +39,7 @@ def _load_split(config: AnsweringConfig, split: str):
     import datasets
 
     name, files = config.dataset_name, _files(config, split)
-    part = split[len(_without_part(split)) :]
+    part = split.removeprefix(_without_part(split))
     config.check(
         not files or config.dataset_config is None,
         dataset_config=f"dataset_name {name} is a path, and only datasets of the hub have configurations: leave it out",
@@ -106,12 +106,13 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
     """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*. None
     if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the folder's
     path has "test" in it."""
-    path, split, whole = Path(config.dataset_name).expanduser(), _without_part(split), config.dataset_train_split
+    path, split = Path(config.dataset_name).expanduser(), _without_part(split)
+    trained = _without_part(config.dataset_train_split)
     if not path.exists():
         return []
     if path.is_file():
-        if split != _without_part(whole):
-            names = f"{whole}{path.suffix} and {split}{path.suffix}"
+        if split != trained:
+            names = f"{trained}{path.suffix} and {split}{path.suffix}"
             reason = f"{path} is a single file: set eval_holdout, or give a folder with {names}, or set eval_steps to 0"
             raise ConfigError(f"dataset_test_split={split!r}: {reason}")
         files = [path]

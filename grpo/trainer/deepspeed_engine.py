@@ -181,7 +181,7 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
     engine.module_forward_post_hook.remove()
     # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
     # Before torch 2.14 this was private.
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     set_timeout(_longest_collective(config), engine.seq_data_parallel_group)
     return engine, schedule
 
