@@ -162,6 +162,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Messa
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except jinja2.TemplateError as error:
-        if messages[0]["role"] == "system" and len(messages) > 1:
+        if [message["role"] for message in messages[:2]] == ["system", "user"]:
             return _render(tokenizer, place, _without_system(*messages))
         raise malformed(f"input {place}: the reward model's chat template refuses these messages ({error})") from error

@@ -189,6 +189,8 @@ def test_a_template_that_knows_no_system_has_its_text_before_the_users(folders):
     merged = [user | {"content": f"be brief\n\n{user['content']}"}, answer]
     scores = in_trainer(folders["gpt2"]).score([[{"role": "system", "content": "be brief"}, *CHATS[0]]])
     assert_rounded(scores, exact(folders["gpt2"], [merged]))
+    with pytest.raises(RewardError, match="refuses .*no system here"):  # an answer never takes it up
+        in_trainer(folders["gpt2"]).score([[{"role": "system", "content": "be brief"}, answer]])
 
 
 def test_a_text_beyond_the_model_is_an_error(folders):
