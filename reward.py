@@ -121,9 +121,10 @@ def score_answer(completion: str, gold: str) -> float:
     return 1.5 if text and same_value(text, boxed or gold) else 0.0
 
 
-def score_format(completion: str, prompt: str, tags: tuple[str, ...] = TAGS) -> float:
+def score_format(completion: str, prompt: str, tags: tuple[str, str] = TAGS) -> float:
     completion = find_opened_tags(completion, prompt) + completion
-    *marks, last_mark = (mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>"))
+    first, second = tags
+    marks, last_mark = (f"<{first}>", f"</{first}>", f"<{second}>"), f"</{second}>"
     ends_well = ENDING.fullmatch(completion.rpartition(last_mark)[2])
     counted, last = 0, -1
     for tag in [*marks, last_mark] if ends_well else marks:

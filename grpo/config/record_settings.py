@@ -52,10 +52,10 @@ class RecordSection(Section):
     dry_run: bool = option(False, "check all, print a step's shape and memory, load no weights, and end", common=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for field in fields(RecordSection):
             if getattr(self, field.name) == -1:  # other trainers' word for never, or for all
                 setattr(self, field.name, 0)
+        super().__post_init__()
         has_run = self.resume_from_checkpoint != "last" or self.output_dir is not None
         self.check(has_run, resume_from_checkpoint="of which run? set output_dir to its folder")
         has_checkpoints = self.save_steps > 0 or not self.load_best_model_at_end

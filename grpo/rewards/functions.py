@@ -127,6 +127,7 @@ def load_function(name: str) -> Callable:
     takes_tags = "tags" in inspect.signature(function).parameters
     require(takes_tags, "reward_funcs", f"{name}({words}", "it has no argument `tags`: leave the brackets out")
     tags = tuple(word.strip() for word in words.removesuffix(")").split(","))
+    require(all(tags), "reward_funcs", f"{name}({words}", "name its tags between the brackets, or leave them out")
     return functools.update_wrapper(functools.partial(function, tags=tags), function)
 
 

@@ -314,6 +314,8 @@ def test_minus_one_is_never_where_other_trainers_write_it(refused):
     never = {"eval_steps": -1, "eval_samples": -1, "save_steps": -1, "save_total_limit": -1}
     config = TrainerConfig(**never, max_steps=-1, num_train_epochs=1)
     assert [getattr(config, name) for name in never] == [0, 0, 0, 0] and config.max_steps > 0
+    never = refused(TrainerConfig, "--load_best_model_at_end", "--eval_steps=-1")
+    assert "load_best_model_at_end=True: it does nothing without eval_steps above 0" in never
     assert "max_steps=-1: use a number above 0" in refused(TrainerConfig, "--max_steps=-1")
 
 

@@ -68,6 +68,10 @@ def test_words_in_brackets_are_a_functions_tags(user_file):
             pool.close()
     with pytest.raises(ConfigError, match=r"^reward_funcs='correctness_reward\(a, b\)': it has no argument `tags`"):
         load_reward_funcs(["correctness_reward(a, b)"])
+    with pytest.raises(ConfigError, match=r"^reward_funcs='format_reward\(think,\)': name its tags between"):
+        load_reward_funcs(["format_reward(think,)"])
+    with pytest.raises(RewardError, match="'format_reward' failed: ValueError.'too many values to unpack"):
+        compute_rewards(load_reward_funcs(["format_reward(a, b, c)"]), ["?"], ["a"], {})
     with pytest.raises(ConfigError, match=r"^reward_funcs='.*mine.py:length\(\)': it has no argument `tags`"):
         load_reward_funcs([f"{user_file}:length()"])
 
