@@ -28,11 +28,14 @@ from grpo.model.trial import make_batcher
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
+from grpo.trainer import deepspeed_engine
+from grpo.trainer import rank_memory as formula
 from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine
 from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 from grpo.trainer.step import update
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+deepspeed_engine.NORM_BLOCK = formula.NORM_BLOCK = 2**14  # so that the gradients here have several
 PROMPT, COMPLETION = 64, 48
 SHAPE = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=8, tie_word_embeddings=True)
 

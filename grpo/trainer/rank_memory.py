@@ -19,7 +19,7 @@ from grpo.model.pictures import KEPT_BYTES, PictureProcessor
 from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
 from grpo.sampling.rows import PREFILL_TOKENS, slots
-from grpo.trainer.deepspeed_engine import in_8_bits
+from grpo.trainer.deepspeed_engine import NORM_BLOCK, in_8_bits
 from grpo.trainer.inputs import Inputs
 from grpo.wire.picture_files import PicturedPrompt
 
@@ -164,8 +164,11 @@ def _gradients(
     last = max(first, 2 * item * largest if largest > bucket else 0) + (4 * largest if in_fp32 else 0)
     begin = with_summed(first) if cuda else {"gradients": kept if several else 0}
     norm = 8 * min(share, largest)  # the largest in fp64
-    if in_fp32 or offloads:
-        step = {"gradients": kept or item * largest, "the largest in fp64": norm}
+    if in_fp32:
+        step = {"gradients": kept, "the largest in fp64": norm}
+    elif offloads:  # the norm's block in fp64, then the gradient as it leaves
+        copy = max(min(norm, 8 * NORM_BLOCK), 4 * min(share, largest) if item == 2 else 0)
+        step = {"gradients": item * largest, "the largest in fp32": copy}
     else:
         step = {"gradients": kept, "copies in one piece": max(norm, share * (4 if item == 4 else 2 + 4))}  # and in fp32
     return begin, with_summed(last), step

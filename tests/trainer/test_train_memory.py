@@ -4,20 +4,22 @@ import json
 
 import pytest
 import torch
-from conftest import run_python
+from conftest import REPOSITORY, run_python
 from scripted_turns import Scripted
 
-from benchmarks.common import qwen, random_model
+from benchmarks.common import LARGE_SHAPES, SHAPES, qwen, random_model
 from benchmarks.memory import on_meta
 from benchmarks.sampling import NoText
 from benchmarks.train_memory import PHASES, Case, predict, run
+from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.model.memory import MIB, LiveTensors, Memory, total
+from grpo.model.memory import MIB, LiveTensors, Memory, smallest_card, total
 from grpo.model.tree_attention import switch_on
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
 from grpo.sampling.rows import StepGraphs
+from grpo.trainer.deepspeed_engine import engine_config
 from grpo.trainer.policy import make_trainable
 from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 
@@ -128,6 +130,28 @@ def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
     }
     # On a CPU it is one memory.
     assert needed(zero=OFFLOAD).host == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "options"),
+    [
+        ("Qwen2.5-1.5B", 1, ["--config", "configs/lora_24gb.yaml"]),
+        ("Qwen2.5-7B", 1, ["--config", "configs/qlora_24gb.yaml"]),
+        ("Qwen2.5-7B", 1, ["--config", "configs/whole_7b_24gb.yaml"]),
+        ("Qwen2.5-7B", 2, ["--config", "configs/whole_7b_24gb.yaml"]),
+        ("Qwen2.5-1.5B", 1, ["--deepspeed", "configs/ds_offload.json"]),
+        ("Qwen2.5-1.5B", 2, []),
+    ],
+)
+def test_what_readme_promises_of_24_gb_fits(shape, ranks, options, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    config = parse_arguments(TrainerConfig, "", options)
+    model = on_meta(qwen(**(SHAPES | LARGE_SHAPES)[shape]), torch.bfloat16).eval()
+    make_trainable(model, config)
+    work = RankWork(config, ranks, config.max_prompt_length, held_out=config.eval_samples)
+    memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
+    assert smallest_card(memory) <= 24
+    assert total(memory.host) < 145 * 2**30 / ranks
 
 
 PLAIN = {"dtype": "bfloat16", "micro_batch_tokens": 896, "deepspeed": {}}
