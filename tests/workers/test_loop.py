@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import chain
 
 import pytest
+import torch
 from plain_engine import PlainEngine
 from pools import PROMPTS, Trainer, running_pool
 from rounding import assert_rounded
@@ -21,6 +22,7 @@ from grpo.data.records import Example, Rollout
 from grpo.model.trial import make_batcher
 from grpo.pool.client import PoolClient
 from grpo.pool.protocol import Lease, Task
+from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.self_check import make_sampler
 from grpo.tools.dialogue import start_turns
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
@@ -91,6 +93,26 @@ def test_it_draws_to_the_last_bit_what_the_trainer_would_draw_group_by_group(poo
                 expected = [(rollout.completion_ids, rollout.sampling_logprobs) for rollout in draw(task)]
                 assert [*zip(drawn.completions, drawn.logprobs, strict=True)] == expected
                 assert {*chain(*drawn.versions)} == {version}
+
+
+def test_groups_that_are_drawn_together_have_the_tokens_that_each_has_alone(pool, trainer, tmp_path, monkeypatch):
+    draw, sample, sizes = sampling(trainer), ContinuousSampler.sample, []
+    trainer.publish(0)
+    tasks = trainer.put_tasks(0, range(7)) + trainer.put_tasks(0, range(2), attempt=2)
+    config = WorkerConfig(pool=pool.url, sequences_per_generate=3 * trainer.run.num_generations + 1)
+
+    def watched(sampler, examples, *arguments, **named):
+        sizes.append(len(examples))
+        return sample(sampler, examples, *arguments, **named)
+
+    monkeypatch.setattr(ContinuousSampler, "sample", watched)
+    with working(pool, tmp_path / "worker", TransformersEngine(config)):
+        for task, drawn in zip(tasks, trainer.wait(tasks), strict=True):
+            expected = draw(task)
+            assert drawn.completions == [rollout.completion_ids for rollout in expected]
+            for mine, rollout in zip(drawn.logprobs, expected, strict=True):
+                assert_rounded(torch.tensor(mine), torch.tensor(rollout.sampling_logprobs))
+    assert max(sizes) == 3
 
 
 GAME = """
