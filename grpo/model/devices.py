@@ -16,10 +16,14 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether the memory of the host or of a card was too small. Only torch's own allocator has an exception class
-    for it; cuBLAS, cuDNN, NCCL and CUDA itself raise RuntimeErrors."""
+    for it; cuBLAS, cuDNN, NCCL and CUDA itself raise RuntimeErrors. Within the recording of a CUDA graph it is the
+    context of the error by which the recording ends."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    if not isinstance(error, RuntimeError):
+        return False
+    context = error.__context__
+    return _OUT_OF_MEMORY.search(str(error)) is not None or (context is not None and is_out_of_memory(context))
 
 
 @contextmanager

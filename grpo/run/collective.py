@@ -27,9 +27,11 @@ def own_place() -> tuple[int, int, torch.device]:
     if rank != 0:
         disable_progress_bar()
     device = take_device(local_rank)
-    # The launcher does not set it, and each rank would use all cores.
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launcher_number("LOCAL_SIZE", 1, least=1)))
+    # Without it each rank would use all cores; torchrun sets 1, and beside a card AdamW may run on the CPU (offload).
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if "OMP_NUM_THREADS" not in os.environ or (by_torchrun and device.type == "cuda"):
+        ranks_here = launcher_number("LOCAL_SIZE", launcher_number("LOCAL_WORLD_SIZE", 1, least=1), least=1)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     return rank, world_size, device
 
 

@@ -24,6 +24,11 @@ def test_what_is_out_of_memory():
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried"),
     ):
         assert is_out_of_memory(error), error
+    recording = torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+    recording.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert is_out_of_memory(recording)
+    recording.__context__ = RuntimeError("a model's own")
+    assert not is_out_of_memory(recording)
     for error in (
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, REPOSITORY
 
@@ -42,6 +43,29 @@ def test_a_place_that_no_launcher_gives_is_refused(environment, wrong, monkeypat
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{wrong}: a launcher sets .* or unset RANK, LOCAL_RANK and WORLD_SIZE$"):
         own_place()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"LOCAL_SIZE": "2"}, 8),
+        ({"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}, 4),
+        ({"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "3"}, None),
+        ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}, None),
+    ],
+)
+def test_ranks_with_cards_share_the_cores_for_adamw_on_the_cpu(environment, expected, monkeypatch):
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (PLACE | {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"} | environment).items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"is_available": True, "device_count": 8, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert own_place()[2].type == "cuda"
+    assert threads == [expected] * (expected is not None)
 
 
 def examples(answers: str) -> list[Example]:
