@@ -47,7 +47,7 @@ from grpo.algorithm.loss_types import StepSize, Tokens
 from grpo.config.console import free_port
 from grpo.config.loss_settings import LossSection
 from grpo.data.records import Example
-from grpo.model.load import checkpoint_activations
+from grpo.model.activations import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.tree_attention import VARIANTS, switch_off, switch_on, variants_for

@@ -46,7 +46,7 @@ from benchmarks.common import (
 from grpo.algorithm.loss import grpo_loss
 from grpo.algorithm.loss_types import StepSize, Tokens
 from grpo.config.loss_settings import LossSection
-from grpo.model.load import checkpoint_activations
+from grpo.model.activations import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor

@@ -37,7 +37,8 @@ from benchmarks.memory import gpt2, on_meta
 from grpo.config.console import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Sample
-from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.activations import checkpoint_activations
+from grpo.model.load import load_model, load_tokenizer
 from grpo.model.lora import train_adapter
 from grpo.model.memory import MIB, Memory
 from grpo.model.trial import make_batcher

@@ -22,7 +22,7 @@ from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Sample
-from grpo.model.load import checkpoint_activations
+from grpo.model.activations import checkpoint_activations
 from grpo.model.memory import LiveTensors, total
 from grpo.model.trial import make_batcher
 from grpo.run.metrics import PhaseClock

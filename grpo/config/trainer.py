@@ -85,6 +85,10 @@ class TrainingSection(Section):
     gradient_checkpointing: bool = option(
         True, "recompute activations: less memory, more time", off="keep activations: more memory, less time"
     )
+    activation_offloading: bool = option(
+        False, "recompute them from what waits in the machine's memory", needs="gradient_checkpointing"
+    )
+    tiled_mlp: bool = option(False, "compute MLPs in blocks of 4096 tokens: less memory for long answers, more time")
     deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's settings; the trainer fills in what says auto")
 
     def __post_init__(self) -> None:

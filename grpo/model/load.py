@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import require
 from grpo.config.sampling_settings import AnsweringConfig, SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.devices import refuse_shortage
@@ -119,17 +119,6 @@ def _sections(settings: PretrainedConfig) -> Iterator[PretrainedConfig]:
 def auto_class(settings: PretrainedConfig) -> type:
     """Return transformers' auto class for a model of this configuration: with its vision tower if it has one."""
     return AutoModelForImageTextToText if takes_pictures(settings) else AutoModelForCausalLM
-
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let the model recompute activations where grpo/model/logprobs.py says so. Raises ConfigError if it cannot."""
-    # Renamed in transformers 5.23; earlier versions have only the old name.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False})
-    except ValueError as error:
-        name = type(model).__name__
-        raise ConfigError(f"gradient_checkpointing=True: {name} does not know how to: set it to false") from error
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -78,7 +78,7 @@ class Memory:
     standing: Terms  # the tensors that always exist
     phases: dict[str, Terms]  # the tensors that each phase adds at its highest point
     device_type: str
-    host: Terms = field(default_factory=dict)  # in the machine's memory, if the optimizer is offloaded from a GPU
+    host: Terms = field(default_factory=dict)  # in the machine's memory, what is offloaded from a GPU
 
     @property
     def highest(self) -> str:
@@ -392,7 +392,7 @@ def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
         too_much = "it does NOT fit: use fewer ranks on a machine, use_peft, or no offload"
         fits = "it fits" if needed < available else too_much
         sizes = f"times {local_ranks} ranks here: {needed / GIB:.1f} of {available / GIB:.1f} GiB: {fits}"
-        lines += ["", "In the machine's memory for each rank (offload_optimizer), MiB:", *_lines(memory.host)]
+        lines += ["", "In the machine's memory for each rank, what is offloaded, MiB:", *_lines(memory.host)]
         lines.append(_line("together", size, sizes))
     return lines
 

@@ -201,7 +201,8 @@ def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> lis
     def needed(config: TrainerConfig, ranks: int, device: torch.device) -> Memory:
         dtype, ds_config = resolve_dtype(config, device), engine_config(config, ranks, device)
         # Most changes leave the model as it is. A pass of 28 layers takes a second, and is counted once for a model.
-        key = dtype, config.gradient_checkpointing, config.freeze_vision_tower, config.use_peft
+        names = "gradient_checkpointing", "activation_offloading", "tiled_mlp", "freeze_vision_tower", "use_peft"
+        key = dtype, *(getattr(config, name) for name in names)
         if key not in models:
             models[key] = policy_on_meta(config, dtype)
         memory = rank_memory(models[key], replace(work, config=config, ranks=ranks), ds_config, device.type)
@@ -210,7 +211,7 @@ def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> lis
     try:
         as_set = needed(config, work.ranks, cuda)
         memories = {"as set": as_set}
-        for name, ranks, changes in _changes(work, offloaded=bool(as_set.host)):
+        for name, ranks, changes in _changes(work, offloaded="masters" in as_set.host):
             # A change that a run would refuse, or whose package is not installed, is no choice.
             with suppress(ConfigError):
                 changed = replace(config, **changes)
@@ -230,7 +231,8 @@ def _changes(work: RankWork, offloaded: bool) -> Iterator[tuple[str, int, dict[s
     yield f"{2 * work.ranks} ranks", 2 * work.ranks, {}
     halved = "micro_batch_tokens", "sequences_per_generate", "max_completion_length"
     settings = {name: getattr(work.config, name) // 2 for name in halved}
-    settings |= {"gradient_checkpointing": True, "dtype": "bfloat16", "optim": "adamw_8bit"}
+    settings |= dict.fromkeys(("gradient_checkpointing", "activation_offloading", "tiled_mlp"), True)
+    settings |= {"dtype": "bfloat16", "optim": "adamw_8bit"}
     settings |= {"freeze_vision_tower": True} if work.processor is not None else {}
     settings |= {} if offloaded else {"deepspeed": "configs/ds_offload.json"}
     for name, value in (settings | {"use_peft": True, "quantization": "4bit"}).items():

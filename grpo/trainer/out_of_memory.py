@@ -80,7 +80,7 @@ def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
     if phase in _OF_BATCHES:
         if not config.gradient_checkpointing:
             return "set gradient_checkpointing"
-        return f"lower max_completion_length={config.max_completion_length} in a new run, or use more ranks"
+        return "set tiled_mlp and activation_offloading, or lower max_completion_length in a new run"
     if phase == "reward":
         return "serve reward models from another card (--task reward)"
     return "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"

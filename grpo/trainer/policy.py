@@ -6,9 +6,10 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo.config.trainer import TrainerConfig
+from grpo.model.activations import checkpoint_activations, tile_mlps
 from grpo.model.fingerprint import describe
 from grpo.model.hub import base_of
-from grpo.model.load import checkpoint_activations, enough_memory, load_model
+from grpo.model.load import enough_memory, load_model
 from grpo.model.logprobs import check_router
 from grpo.model.lora import AdapterOffReference, put_adapter, train_adapter
 from grpo.model.memory import on_meta
@@ -52,7 +53,9 @@ def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> AdapterOffR
     if config.freeze_vision_tower:
         freeze_vision_tower(model)
     if config.gradient_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, config.activation_offloading)
+    if config.tiled_mlp:
+        tile_mlps(model)
     return AdapterOffReference(model, came_with_adapter) if config.beta > 0 and config.ref == "adapter_off" else None
 
 

@@ -109,6 +109,10 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         optimizer["gradients"] = 4 * share + in_16_bits + item * largest  # in fp32, and as they come
         optimizer["weights on their way back"] = item * share
     in_host = cuda and offloads
+    host = dict(optimizer) if in_host else {}
+    if cuda and config.activation_offloading:
+        text = model.config.get_text_config()
+        host["activations"] = text.num_hidden_layers * work.tokens * text.hidden_size * item
 
     least = len(work.pictured or ()) + config.num_generations  # a prompt with pictures, a token of each completion
     pictures = work.pictures(min(work.prompts, max(1, work.tokens // least)))
@@ -136,7 +140,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
             STEP: step,
         },
         device_type=device_type,
-        host=optimizer if in_host else {},
+        host=host,
     )
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from grpo.algorithm.loss import balance_loss, experts_chosen
 from grpo.algorithm.loss_types import StepSize
 from grpo.config.errors import ConfigError
-from grpo.model.load import checkpoint_activations
+from grpo.model.activations import checkpoint_activations
 from grpo.model.logprobs import check_router, router_logits, token_logprobs, with_router_logits
 from grpo.model.packing import Batcher
 from grpo.model.trial import make_batcher

@@ -2,15 +2,21 @@
 
 import pytest
 import torch
-from models import CONFIGS, PADDED, SEQUENCES, build, by_hand
+from models import CONFIGS, PADDED, SEQUENCES, SMALL, build, by_hand
 from rounding import GRADIENT, assert_rounded
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from grpo.config.errors import ConfigError
+from grpo.model import activations
 from grpo.model import logprobs as module
 from grpo.model import tree_attention as attention
-from grpo.model.load import checkpoint_activations
+from grpo.model.activations import checkpoint_activations, tile_mlps
 from grpo.model.logprobs import Head, token_logprobs
 from grpo.model.memory import LiveTensors
 from grpo.model.trial import make_batcher
+
+BLOCKWISE = "qwen2", "gemma2, softcapped", "gpt2, learned positions", "gpt-neox, partial rotation"
+EXPERTS = Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=16)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -105,6 +111,28 @@ def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpo
             assert_rounded(values, expected)
             for name, gradient in gradients.items():
                 assert_rounded(gradient, expected_gradients[name], GRADIENT, about=(path, block, name))
+
+
+@pytest.mark.parametrize("config", [CONFIGS[name] for name in BLOCKWISE], ids=BLOCKWISE)
+def test_blocks_of_mlps_and_activations_in_the_machines_memory_change_no_gradient(config, monkeypatch):
+    monkeypatch.setattr(activations, "MLP_BLOCK", 5)
+    model, gradients = build(config), []
+    for changes in (False, True):
+        if changes:
+            checkpoint_activations(model, offload=True)
+            tile_mlps(model)
+        for batcher in (PADDED, make_batcher(model, 0)):
+            model.zero_grad()
+            token_logprobs(model, batcher.make(SEQUENCES, "cpu"), 0.8)[0].sum().backward()
+            gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for before, after in zip(gradients[:2], gradients[2:], strict=True):
+        for name, gradient in after.items():
+            assert_rounded(gradient, before[name], GRADIENT, about=name)
+
+
+def test_experts_are_computed_whole():
+    with pytest.raises(ConfigError, match="tiled_mlp=True: Qwen3MoeForCausalLM has experts, or"):
+        tile_mlps(AutoModelForCausalLM.from_config(EXPERTS))
 
 
 def test_bfloat16_weights_still_give_float32_logits():

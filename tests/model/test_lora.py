@@ -40,8 +40,9 @@ from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
+from grpo.model.activations import checkpoint_activations
 from grpo.model.fingerprint import describe
-from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
+from grpo.model.load import load_model, load_reference, load_tokenizer
 from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.run.folder import save_model

@@ -23,7 +23,8 @@ from benchmarks.memory import Case, card_row, gemma2, on_meta, predict
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.model import memory as memory_report
-from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
+from grpo.model.activations import checkpoint_activations, tile_mlps
+from grpo.model.load import load_model, load_reference, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import layout
 from grpo.model.memory import CARDS, MIB, LiveTensors, Pictures, activations, fit, server_report, weights
@@ -129,6 +130,31 @@ def test_the_activations_are_those_of_a_real_pass(name, dtype):
                 logprobs.sum().backward()
         counted = activations(model, batch.input_ids.numel(), prompt + completion, "cpu", copies, backward=backward)
         assert 0.9 * live.most < counted < 1.15 * live.most, (backward, recomputes, counted / live.most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_mlps_and_activations_that_wait_elsewhere_are_counted(dtype, monkeypatch):
+    """What waits in the machine's memory is counted in the real pass, whose device is the CPU, and not in the other."""
+    monkeypatch.setattr("grpo.model.activations.MLP_BLOCK", 256)
+    shape = qwen(4, 100, hidden_size=128, intermediate_size=1280, num_attention_heads=4)
+    sequences, sizes = [([5] * 1000, [6] * 1000)], []
+    for offload, tiled in ((False, False), (False, True), (True, True)):
+        real, model = random_model(shape, dtype), on_meta(shape, dtype).eval()
+        for each in (real, model):
+            checkpoint_activations(each, offload)
+            if tiled:
+                tile_mlps(each)
+        batch = make_batcher(real, 0).make(sequences, "cpu")
+        for parameter in real.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        with LiveTensors(real) as live:
+            token_logprobs(real, batch, 1.0)[0].sum().backward()
+        waiting = offload * 4 * 2000 * 128 * dtype.itemsize
+        counted = activations(model, 2000, 2000, "cpu", 1.0, backward=True) + waiting
+        assert 0.9 * live.most < counted < 1.15 * live.most, (offload, tiled, counted / live.most)
+        sizes.append(counted - waiting)
+    assert sizes[0] > 1.5 * sizes[1] and sizes[1] - sizes[2] > 1.9 * 2000 * 128 * dtype.itemsize
 
 
 @pytest.mark.slow

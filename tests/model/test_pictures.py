@@ -17,7 +17,8 @@ from transformers import AutoConfig
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.activations import checkpoint_activations
+from grpo.model.load import load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import train_adapter
 from grpo.model.packing import Batcher

@@ -32,8 +32,9 @@ from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.model.activations import checkpoint_activations
 from grpo.model.fingerprint import describe
-from grpo.model.load import checkpoint_activations, load_model, load_reference
+from grpo.model.load import load_model, load_reference
 from grpo.model.lora import AdapterOffReference, base_weights, train_adapter, unpacked
 from grpo.model.memory import CARD_USABLE, GIB
 from grpo.model.trial import make_batcher

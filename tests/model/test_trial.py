@@ -27,7 +27,8 @@ from grpo.config.errors import ConfigError
 from grpo.config.programs import EvaluateConfig
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model import tree_attention
-from grpo.model.load import check_lengths, checkpoint_activations, load_model, longest_sequence
+from grpo.model.activations import checkpoint_activations
+from grpo.model.load import check_lengths, load_model, longest_sequence
 from grpo.model.logprobs import token_logprobs
 from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher

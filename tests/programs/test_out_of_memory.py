@@ -51,7 +51,7 @@ LOW = {"micro_batch_tokens": 600, "max_prompt_length": 200, "max_completion_leng
 @pytest.mark.parametrize(
     ("phase", "settings", "remedy"),
     [
-        ("update", LOW, "lower max_completion_length=400 in a new run, or use more ranks"),
+        ("update", LOW, "set tiled_mlp and activation_offloading, or lower max_completion_length in a new run"),
         ("update", LOW | {"gradient_checkpointing": False}, "set gradient_checkpointing"),
         ("ref_logprobs", {}, "lower micro_batch_tokens=16384"),
         ("generate", {"sequences_per_generate": 64}, "lower sequences_per_generate=64"),

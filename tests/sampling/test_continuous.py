@@ -11,7 +11,7 @@ from rounding import FEW_BITS, assert_rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo.model.load import checkpoint_activations
+from grpo.model.activations import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.shared_cache import SharedCache
 from grpo.model.tree_attention import switch_on

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from grpo.data.records import Example
 from grpo.data.responder import make_rollout
-from grpo.model.load import checkpoint_activations
+from grpo.model.activations import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.sampling.generate import LOOK_EVERY, LocalSampler

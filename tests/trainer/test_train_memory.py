@@ -132,6 +132,12 @@ def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
     assert needed(zero=OFFLOAD).host == {}
 
 
+LONG = [
+    *("--tiled_mlp", "--activation_offloading", "--beta=0", "--max_completion_length=32256", "--num_generations=4"),
+    *("--micro_batch_tokens=32768", "--sequences_per_generate=2", "--eval_samples=-1", "--prompts_per_step=2"),
+]
+
+
 @pytest.mark.parametrize(
     ("shape", "ranks", "options"),
     [
@@ -141,6 +147,8 @@ def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
         ("Qwen2.5-7B", 2, ["--config", "configs/whole_7b_24gb.yaml"]),
         ("Qwen2.5-1.5B", 1, ["--deepspeed", "configs/ds_offload.json"]),
         ("Qwen2.5-1.5B", 2, []),
+        ("Qwen2.5-7B", 1, [*LONG, "--use_peft", "--lora_target_modules", "all-linear"]),
+        ("Qwen2.5-1.5B", 2, LONG),
     ],
 )
 def test_what_readme_promises_of_24_gb_fits(shape, ranks, options, monkeypatch):
@@ -148,7 +156,7 @@ def test_what_readme_promises_of_24_gb_fits(shape, ranks, options, monkeypatch):
     config = parse_arguments(TrainerConfig, "", options)
     model = on_meta(qwen(**(SHAPES | LARGE_SHAPES)[shape]), torch.bfloat16).eval()
     make_trainable(model, config)
-    work = RankWork(config, ranks, config.max_prompt_length, held_out=config.eval_samples)
+    work = RankWork(config, ranks, config.max_prompt_length, held_out=max(config.eval_samples, 0))
     memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
     assert smallest_card(memory) <= 24
     assert total(memory.host) < 145 * 2**30 / ranks
