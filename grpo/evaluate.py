@@ -98,7 +98,7 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
             with torch.no_grad():
                 longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
         limits = config.max_completion_length, config.sequences_per_generate, longest_packed
-        return make_sampler(model, tokenizer, *limits, vision, turns)
+        return make_sampler(model, tokenizer, *limits, vision, turns, config.cuda_graphs)
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:

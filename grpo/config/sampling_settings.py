@@ -151,6 +151,7 @@ class GenerationSection(Section):
     HEADING = "generation and evaluation"
 
     sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
+    cuda_graphs: bool = option(True, "draw by CUDA graphs where the model can", off="draw without: slower, less memory")
     num_generations_eval: int = option(0, "samples for avg@k and pass@k; 0: greedy alone", common=True, at_least=0)
     eval_temperature: float | None = option(None, "temperature of these samples; unset is temperature", above=0)
 

@@ -74,10 +74,12 @@ def make_sampler(
     longest_packed: int = 0,
     vision: Vision | None = None,
     turns: Responder | None = None,
+    cuda_graphs: bool = True,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
-    steps are CUDA graphs if the model's forward pass can be recorded. `longest_packed` is the batcher's; 0 asks for
-    generate. Raises ConfigError if even generate would draw from another distribution than is scored."""
+    steps are CUDA graphs, if wanted, and if the model's forward pass can be recorded. `longest_packed` is the
+    batcher's; 0 asks for generate. Raises ConfigError if even generate would draw from another distribution than is
+    scored."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"
@@ -87,7 +89,7 @@ def make_sampler(
     arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns
     if longest_packed == 0:
         return LocalSampler(*arguments)
-    ways = [(StepGraphs, "without CUDA graphs")] if model.device.type == "cuda" else []
+    ways = [(StepGraphs, "without CUDA graphs")] if cuda_graphs and model.device.type == "cuda" else []
     for graphs, instead in [*ways, (None, "by transformers' generate")]:
         # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
         # those with one, the second records a graph and the third replays it.

@@ -65,4 +65,4 @@ def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel
         batcher = make_batcher(model, inputs.tokenizer.pad_token_id, inputs.processor)
         longest_packed = batcher.longest_packed if config.sampler != "generate" else 0
         limits = config.max_completion_length, config.sequences_per_generate, longest_packed
-        return batcher, make_sampler(model, inputs.tokenizer, *limits, batcher.vision, inputs.turns)
+        return batcher, make_sampler(model, inputs.tokenizer, *limits, batcher.vision, inputs.turns, config.cuda_graphs)

@@ -214,7 +214,7 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
         **memory.beside_products(model, config.quantization, rows),
     }
     # Recorded steps have memory of their own (grpo/sampling/rows.py), beside that of a step before it is recorded.
-    recorded = {"recorded steps": memory.total(step)} if device_type == "cuda" else {}
+    recorded = {"recorded steps": memory.total(step)} if device_type == "cuda" and config.cuda_graphs else {}
     first = {
         "KV cache": prompts,
         "prompts": memory.activations(model, tokens, prompt, device_type, pictures=work.pictures(together)),

@@ -8,6 +8,7 @@ import torch
 from cards import Cards, OnCard
 from models import CONFIGS, ENDS, EXAMPLES, build, packed, random_model, scored
 from rounding import FEW_BITS, assert_rounded
+from tape import Taped
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -104,6 +105,21 @@ def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, m
     assert ids_of([few.greedy(EXAMPLES)]) == ids_of([plain.greedy(EXAMPLES)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])
+def test_replayed_steps_draw_the_same_tokens(name, dtype, tokenizer):
+    """State that a step keeps in Python, a length or a branch, would stay as it was recorded."""
+    model = packed(random_model(name).to(dtype))
+    replayed, recorded = Taped.replayed, []
+    for graphs in (StepGraphs, Taped):
+        sampler = ContinuousSampler(
+            model, tokenizer, RARE_ENDS, LONG, 7, longest_packed=2**31, look_every=4, graphs=graphs
+        )
+        groups = [sampler.sample(EXAMPLES, COPIES, 0.8, seed=seed) for seed in range(2)]
+        recorded.append([(ids_of(drawn), logprobs_of(drawn)) for drawn in groups])
+    assert recorded[0] == recorded[1] and Taped.replayed > replayed + 100
+
+
 def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokenizer, monkeypatch):
     """What CUDA would not record."""
 
@@ -147,6 +163,9 @@ def test_recorded_steps_draw_the_same_tokens_on_a_gpu(name, tokenizer, monkeypat
         assert ids_of(groups) == ids_of(expected)
         assert_rounded(logprobs_of(groups), logprobs_of(expected), FEW_BITS)
     assert len(replays) > 10 * len(set(map(id, replays)))
+    replays.clear()
+    without = make_sampler(model, tokenizer, LONG, rows=7, longest_packed=longest_packed, cuda_graphs=False)
+    assert type(without) is ContinuousSampler and without.greedy(EXAMPLES) and replays == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

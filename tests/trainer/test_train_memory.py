@@ -79,6 +79,7 @@ def test_the_cache_by_hand():
     # On a card as much again as is beside the cache.
     on_card = needed("cuda", torch.float32, max_completion_length=900).phases[SAMPLING]
     assert on_card == sampling | {"recorded steps": sampling["scores"] + sampling["next token's logits"]}
+    assert needed("cuda", max_completion_length=900, cuda_graphs=False).phases[SAMPLING] == sampling
 
 
 @pytest.mark.parametrize("graphs", [None, StepGraphs])
