@@ -5,9 +5,9 @@
 
 The second needs no GPU: it starts two CPU processes. The options are those of `ref_server.py` and
 `grpo_ref_split.py`. With two GPUs or more the server gets the last one; with one GPU it shares that with the trainer.
-`--beta 0`, `--ref adapter_off` and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its step and
-save, then everything ends; a second Ctrl-C ends at once. Out of memory, the run continues twice by itself, with half
-of the setting that failed.
+`--beta 0`, `--ref local` or adapter_off, and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its
+step and save, then everything ends; a second Ctrl-C ends at once. Out of memory, the run continues twice by itself,
+with half of the setting that failed.
 """
 
 import json
@@ -56,7 +56,7 @@ def launch(config: LaunchConfig) -> int:
         raise ConfigError(f"nproc_per_node={ranks}: the trainer has {len(cards)} GPUs: use that many at most")
     config.check_ranks(ranks)
     if server_cards and server_cards == cards:
-        ways = "--beta 0, or --use_peft with --ref adapter_off"
+        ways = "--ref local, --beta 0, or --use_peft with --ref adapter_off"
         log.info("the reference server shares GPU %s with the trainer; these need none: %s", *cards, ways)
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
         settings = Path(folder) / "config.yaml"

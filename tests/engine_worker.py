@@ -162,6 +162,7 @@ def ratios(make, dataset: str) -> dict:
         "activations kept": {"gradient_checkpointing": False},
         "cut ones left out": {"mask_truncated_completions": True, "max_completion_length": 60},
         "its own reference": {"ref": "adapter_off", "beta": 0.04, **adapter},
+        "a copy as reference": {"ref": "local", "beta": 0.04},
         "with answers": {"loss_type": "dapo"},
     }
     tokenizer = load_tokenizer(make())

@@ -77,8 +77,11 @@ class ClientConfig(ServersSection, ConnectionSection):
 class ReferenceSection(Section):
     HEADING = "reference"
 
-    ref: Literal["server", "adapter_off"] = option(
-        "server", "who computes reference log-probs: a server, or the trainer with its (new) adapter off", common=True
+    ref: Literal["server", "adapter_off", "local"] = option(
+        "server",
+        "who computes reference log-probs: a server, or the trainer, with its (new) adapter off or from a copy of the "
+        "weights that it began with",
+        common=True,
     )
     ref_servers: list[str] | None = option(
         None, "URLs of reference servers with the same model; unset is http://127.0.0.1:PORT", common=True

@@ -159,7 +159,8 @@ class TrainerConfig(
         self.fill_in_unset(recorded, rank_count(), self.use_peft)
         self.check_ranks(rank_count())
         self.check(bool(self.system_prompt) or not self.save_system_prompt, save_system_prompt="system_prompt is empty")
-        self.check(self.ref == "server" or self.use_peft, ref="it needs an adapter: add use_peft, or leave this out")
+        needs_adapter = self.ref == "adapter_off" and not self.use_peft
+        self.check(not needs_adapter, ref="it needs an adapter: add use_peft, or use local")
         estimator = self.advantage_estimator
         if self.num_generations == 1 and estimator not in ("reinforce++", "remax") and ":" not in estimator:
             self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")

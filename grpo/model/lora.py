@@ -240,29 +240,29 @@ def trained_alone(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-class AdapterOffReference:
-    """The reference without a server: the policy with its adapter off, or with the adapter that the run began with."""
+class LocalReference:
+    """The reference without a server: the policy with its adapter off, or with the weights that the run began with."""
 
-    def __init__(self, model: PreTrainedModel, began_with_adapter: bool):
-        """Must be called before the first update: it copies the adapter that the run began with, if it did."""
+    def __init__(self, model: PreTrainedModel, copies: bool):
+        """With `copies` of all trained weights, else with the adapter off. Must be called before the first update."""
         self._model = model
-        self._adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._start = [weight.detach().clone() for weight in self._adapter] if began_with_adapter else None
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._start = [weight.detach().clone() for weight in self._trained] if copies else None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Turn the policy's model into the reference, and back at the end."""
-        trained = [parameter.data for parameter in self._adapter]
+        trained = [parameter.data for parameter in self._trained]
         try:
             if self._start is None:
                 self._model.disable_adapters()
             else:
-                for parameter, start in zip(self._adapter, self._start, strict=True):
+                for parameter, start in zip(self._trained, self._start, strict=True):
                     parameter.data = start
             yield
         finally:
             # These must be the same tensors as before, not copies: the optimizer's are views of them.
-            for parameter, weight in zip(self._adapter, trained, strict=True):
+            for parameter, weight in zip(self._trained, trained, strict=True):
                 parameter.data = weight
             if self._start is None:
                 self._model.enable_adapters()

@@ -104,8 +104,9 @@ def _describe_inputs(work: RankWork, inputs: Inputs, model: PreTrainedModel, pol
     ]
     if config.beta == 0:
         lines.append("  reference  none: beta is 0")
-    elif config.ref == "adapter_off":
-        lines.append("  reference  the trainer itself, its adapter off")
+    elif config.ref != "server":
+        way = "its adapter off" if config.ref == "adapter_off" else "from a copy of its weights"
+        lines.append(f"  reference  the trainer itself, {way}")
     elif COMMAND in os.environ and config.ref_servers == [f"http://127.0.0.1:{config.port}"]:
         lines.append(f"  reference  {config.ref_servers[0]}, which grpo.launch starts with the run")
     else:

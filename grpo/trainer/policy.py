@@ -11,7 +11,7 @@ from grpo.model.fingerprint import describe
 from grpo.model.hub import base_of
 from grpo.model.load import enough_memory, load_model
 from grpo.model.logprobs import check_router
-from grpo.model.lora import AdapterOffReference, put_adapter, train_adapter
+from grpo.model.lora import LocalReference, put_adapter, train_adapter
 from grpo.model.memory import on_meta
 from grpo.model.packing import Batcher
 from grpo.model.pictures import freeze_vision_tower
@@ -47,7 +47,7 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> AdapterOffReference | None:
+def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> LocalReference | None:
     """Add the adapter, freeze what is not trained, recompute activations; return the policy as its own reference."""
     came_with_adapter = config.use_peft and train_adapter(model, config)
     if config.freeze_vision_tower:
@@ -56,7 +56,9 @@ def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> AdapterOffR
         checkpoint_activations(model, config.activation_offloading)
     if config.tiled_mlp:
         tile_mlps(model)
-    return AdapterOffReference(model, came_with_adapter) if config.beta > 0 and config.ref == "adapter_off" else None
+    if config.beta == 0 or config.ref == "server":
+        return None
+    return LocalReference(model, copies=came_with_adapter or config.ref == "local")
 
 
 def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> tuple[Batcher, Sampler]:

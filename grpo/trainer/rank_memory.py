@@ -103,6 +103,8 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     packed = -(-eight_bit // work.ranks)  # a byte for each of both moments, and two constants for 256
     optimizer = {"masters": 4 * share, "AdamW's moments": 8 * (share - packed) + 2 * packed + 8 * -(-packed // 256)}
     standing = {"weights": memory.weights(model, config.quantization)}
+    if config.beta > 0 and config.ref == "local":
+        standing["the reference's"] = item * sum(sizes)
     if offloads:
         standing["a gradient"] = item * largest
         in_16_bits = 0 if in_fp32 else item * max(share, largest)

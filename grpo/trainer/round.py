@@ -21,7 +21,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.adaptive import AdaptiveStream
 from grpo.data.prompts import PromptStream
 from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
-from grpo.model.lora import AdapterOffReference
+from grpo.model.lora import LocalReference
 from grpo.model.packing import Batcher
 from grpo.rewards.functions import Logged, TrainerState
 from grpo.run.collective import gather, raise_together
@@ -42,7 +42,7 @@ class Rounds:
     stream: PromptStream
     rewarder: Rewarder
     client: ReferenceClient | None  # None without servers
-    adapter_off: AdapterOffReference | None  # None unless the policy itself is the reference
+    reference: LocalReference | None  # None unless the policy itself is the reference
     logged: dict[str, list[float]] = field(default_factory=dict)  # what log_metric was given, until a step has taken it
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class Rounds:
             with clock("old_logprobs"):
                 for sample, logprobs in self._score(scored):
                     sample.old_logprobs = logprobs
-        if self.adapter_off is not None:
-            with clock("ref_logprobs"), self.adapter_off.in_place():
+        if self.reference is not None:
+            with clock("ref_logprobs"), self.reference.in_place():
                 for sample, logprobs in self._score(samples_by_step):
                     sample.ref_logprobs = logprobs
 

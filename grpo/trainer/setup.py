@@ -90,7 +90,7 @@ def set_up(
     model, policy_info = load_policy(config, inputs, device)
     if client is not None:
         check_reference(config, policy_info, reference, any_version, bool(inputs.pictured))
-    adapter_off = make_trainable(model, config)
+    local_reference = make_trainable(model, config)
     batcher, sampler = choose_sampler(config, inputs, model)
     publisher = None
     if config.ref_update_steps:
@@ -114,7 +114,7 @@ def set_up(
             policy = PolicyPublisher(pool, engine.module, batcher, folder, ask, stop_waiting)
             pool_run = PoolRun(config, policy, inputs.tokenizer, folder.name, checkpoints, inputs.turns)
         drawing = PoolSampler(config, source, ask, pool_run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
-    rounds = Rounds(config, engine.module, drawing, batcher, inputs.stream, rewarder, client, adapter_off)
+    rounds = Rounds(config, engine.module, drawing, batcher, inputs.stream, rewarder, client, local_reference)
     progress = Progress(config.beta, config.entropy_coef, reference=first_reference)
     if checkpoint is not None:
         progress = checkpoints.load(checkpoint, engine)
@@ -146,7 +146,7 @@ def _reach_reference(
 ) -> tuple[ReferenceClient | None, ModelInfo | None]:
     """Return the client of the reference servers and their model, once they answer; None and None without servers."""
     if config.beta == 0 or config.ref != "server":
-        log.info("%s no reference server", "beta is 0: no KL term," if config.beta == 0 else "ref is adapter_off:")
+        log.info("%s no reference server", "beta is 0: no KL term," if config.beta == 0 else f"ref is {config.ref}:")
         return None, None
     # Every rank asks: each keeps the fingerprint that all later answers must bear.
     client = ReferenceClient(config, folder.name)

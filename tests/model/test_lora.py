@@ -43,7 +43,7 @@ from grpo.data.records import Example
 from grpo.model.activations import checkpoint_activations
 from grpo.model.fingerprint import describe
 from grpo.model.load import load_model, load_reference, load_tokenizer
-from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
+from grpo.model.lora import LocalReference, check_adapter, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.run.folder import save_model
 from grpo.sampling.generate import LocalSampler
@@ -156,7 +156,7 @@ def test_the_step_of_two_ranks_is_that_of_plain_autograd(model_folder, adapters,
 def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind):
     base = scores(load_model(SharedConfig(model_name_or_path=str(model_folder)), CPU), temperature=0.9)
     model, _ = policy(*FLAGS[kind], model=model_folder)
-    reference, batcher = AdapterOffReference(model, began_with_adapter=False), make_batcher(model, 0)
+    reference, batcher = LocalReference(model, copies=False), make_batcher(model, 0)
     move(model)
     before, places = snapshot(model), [weight.data_ptr() for weight in trained(model).values()]
     moved = scores(model, batcher, temperature=0.9)
@@ -177,7 +177,7 @@ def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind)
 @kinds
 def test_the_reference_is_the_adapter_that_a_run_began_with(adapters, kind):
     model, began_with_adapter = policy(model=adapters[kind])
-    reference, batcher = AdapterOffReference(model, began_with_adapter), make_batcher(model, 0)
+    reference, batcher = LocalReference(model, began_with_adapter), make_batcher(model, 0)
     start = scores(model, batcher)
     move(model)
     moved = scores(model, batcher)

@@ -35,7 +35,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.activations import checkpoint_activations
 from grpo.model.fingerprint import describe
 from grpo.model.load import load_model, load_reference
-from grpo.model.lora import AdapterOffReference, base_weights, train_adapter, unpacked
+from grpo.model.lora import LocalReference, base_weights, train_adapter, unpacked
 from grpo.model.memory import CARD_USABLE, GIB
 from grpo.model.trial import make_batcher
 from grpo.run.folder import save_model
@@ -116,7 +116,7 @@ def test_gradients_are_those_on_the_unpacked_weights(model_folder, kind, tmp_pat
 @kinds
 def test_the_kl_is_0_at_first_and_the_base_is_the_reference(model_folder, tokenizer, kind):
     model, began_with_adapter = quantized(*ALL, *KINDS[kind], model=model_folder)
-    own, batcher = AdapterOffReference(model, began_with_adapter), make_batcher(model, 0)
+    own, batcher = LocalReference(model, began_with_adapter), make_batcher(model, 0)
     assert batcher.longest_packed > 0
     make_sampler(model, tokenizer, 8)  # raises where the log-probs that are drawn with are not those of the loss
     served = load_reference(ServerConfig(model_name_or_path=str(model_folder), quantization="4bit"), CPU)

@@ -31,7 +31,7 @@ def test_the_server_gets_the_last_card_and_shares_an_only_one():
     "settings, starts",
     [
         *[({}, True), ({"beta": 0.0}, False), ({"use_peft": True, "ref": "adapter_off"}, False)],
-        *[({"ref_servers": ["http://other:59875"]}, False), ({"dry_run": True}, False)],
+        *[({"ref": "local"}, False), ({"ref_servers": ["http://other:59875"]}, False), ({"dry_run": True}, False)],
     ],
 )
 def test_a_server_is_started_where_one_is_asked_and_none_is_named(settings, starts):

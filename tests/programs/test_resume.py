@@ -83,6 +83,18 @@ def resumable(setting, model_folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_copy_of_the_first_weights_is_the_servers_reference_also_after_a_kill(setting, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    words = setting(run, "full", ref="local", resume_from_checkpoint="last")
+    with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.save:after:3")) as process:
+        process.communicate(timeout=120)
+    assert "ref is local: no reference server" in finish(2, words)
+    for row, expected in zip(timeless(run), timeless(undisturbed(2, "full")), strict=True):
+        for name in ("reward", "loss", "kl", "grad_norm") if row["step"] else ():
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5)])
