@@ -21,12 +21,17 @@ from demo import real
 from demo.__main__ import REAL, rise_of
 from grpo.config.console import free_port
 
-SHAPES = {
-    "Qwen2.5-1.5B": ([], "full: one card of 24 GB (EasyR1); QLoRA: 5 GB (Unsloth)"),
-    "Qwen2.5-3B": ([], "full: one card of 40 GB (EasyR1)"),
-    "Qwen2.5-7B": (["--use_peft", "--lora_r", "16", "--ref", "adapter_off"], "full: four cards of 40 GB (EasyR1)"),
-}
-"""how each is trained, and what others publish: EasyR1's README for bf16, Unsloth's announcement of February 2025"""
+LORA = ["--use_peft", "--lora_r", "16", "--ref", "adapter_off"]
+CASES = [
+    ("Qwen2.5-1.5B", "whole", [], "one card of 24 GB (EasyR1); QLoRA: 5 GB (Unsloth)"),
+    ("Qwen2.5-1.5B", "whole, no server", ["--ref", "local"], ""),
+    ("Qwen2.5-3B", "whole", [], "one card of 40 GB (EasyR1)"),
+    ("Qwen2.5-3B", "AdamW on the CPU", ["--deepspeed", "configs/ds_offload.json", "--beta", "0"], ""),
+    ("Qwen2.5-7B", "LoRA r 16", LORA, "whole: four cards of 40 GB (EasyR1)"),
+    ("Qwen2.5-7B", "LoRA r 16, less memory", [*LORA, "--tiled_mlp", "--activation_offloading"], ""),
+]
+"""shapes, how each is trained, and what others publish: EasyR1's README for bf16, Unsloth's announcement of February
+2025"""
 STEP = ["--num_generations", "8", "--prompts_per_step", "8", "--save_steps", "0", "--report_to", "none"]
 LAUNCH = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "1"]
 Build = Callable[[str, bool], PreTrainedModel]
@@ -71,8 +76,8 @@ def shapes(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
         "shape", "how", "generate, s", "wait_ref, s", "update, s", "optimizer, s", "step, s", "peak allocated, GiB",
         "reserved, GiB", "the dry run's promise, GiB", "published",
     )  # fmt: skip
-    for shape, (options, published) in SHAPES.items():
-        if clock.over(shape):
+    for shape, how, options, published in CASES:
+        if clock.over(f"{shape}, {how}"):
             return
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -83,14 +88,14 @@ def shapes(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
             promise = promised(words)
             steps = run(words, folder, clock)[1:]  # the first warms up
         if not steps:
-            tables.row(shape, *options[:1], "failed: see above")
+            tables.row(shape, how, "failed: see above")
             continue
         phases = [f"time/{phase}" for phase in ("generate", "wait_ref", "update", "optimizer")]
         means = [statistics.mean(step.get(phase, 0.0) for step in steps) for phase in (*phases, "step_time")]
         peaks = {name: value for name, value in steps[-1].items() if name.startswith("memory/peak_")}
         reserved = peaks.pop("memory/peak_reserved", 0.0)
         memory = [max(peaks.values(), default=0.0), reserved, promise]
-        tables.row(shape, "LoRA r 16" if options else "full", *(f"{x:.2f}" for x in (*means, *memory)), published)
+        tables.row(shape, how, *(f"{x:.2f}" for x in (*means, *memory)), published)
 
 
 def settings(folder: Path) -> list[str]:

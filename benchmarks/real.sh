@@ -4,5 +4,5 @@
 #
 #   bash benchmarks/real.sh [--tiny] [--out FILE.md]    PYTHON, OUT and PARTS as for benchmarks/gpu.sh
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr -c 'A-Za-z0-9\n' '-')
-export PARTS=${PARTS:-sums:240 shapes:300 gsm8k:1800}
+export PARTS=${PARTS:-sums:240 shapes:540 gsm8k:1800}
 exec bash "$(dirname "$0")/gpu.sh" --out "${OUT:-benchmarks/results}/real-${card:-none}-$(date +%Y-%m-%d).md" "$@"
