@@ -7,7 +7,8 @@ throughput  Clients, each a thread with the workers' own PoolClient, lease group
             8 completions of 700 tokens, 67 kB. An upload is answered when it is on the disk. Beside it the same results
             stored without HTTP, and a plain write with fsync of the same bytes.
 demo        Steps of configs/demo_cpu.yaml without evaluations: first with the trainer's own sampler, then with
-            `--max_policy_lag 1` and workers of the engine transformers. All share this machine's cores.
+            `--max_policy_lag 1` and workers of the engine transformers, which draw one group of 8 at a time, or 8. All
+            share this machine's cores.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def written_alone(groups: int) -> list[object]:
     return ["write and fsync", f"{groups / sum(times):.0f}", "", milliseconds(times)]
 
 
-def demo_steps(folder: Path, workers: int, steps: int) -> list[object]:
-    """Train the demo's model with so many workers; without any the trainer draws itself."""
+def demo_steps(folder: Path, steps: int, workers: int = 0, groups: int = 1) -> list[object]:
+    """Train the demo's model with so many workers, of so many groups at a time; without any the trainer draws."""
     options = ["--max_steps", str(steps), "--eval_steps", "0", "--report_to", "none"]
     for old in folder.glob("pool.sqlite*"):
         old.unlink()
@@ -157,7 +158,7 @@ def demo_steps(folder: Path, workers: int, steps: int) -> list[object]:
     if workers:
         words = ["ref_server.py", "--task", "rollouts", "--pool_file", folder / "pool.sqlite"]
         processes.append(start([*words, "--port", url.split(":")[2]], folder / "pool.log"))
-        draw = ["generate.py", "--engine", "transformers", "--pool", url]
+        draw = ["generate.py", "--engine", "transformers", "--pool", url, "--sequences_per_generate", str(8 * groups)]
         processes += [start(draw, folder / f"worker-{number}.log") for number in range(workers)]
         options += ["--sampler", "pool", "--pool", url, "--max_policy_lag", "1"]
     try:
@@ -169,7 +170,7 @@ def demo_steps(folder: Path, workers: int, steps: int) -> list[object]:
             process.wait()
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     measured = rows[len(rows) // 4 :]  # workers import and start in the first ones
-    way = f"{workers} workers" if workers else "the trainer itself"
+    way = f"{workers} workers, groups at a time: {groups}" if workers else "the trainer itself"
     tokens = statistics.median(row["tokens_per_second"] for row in measured)
     return [
         way,
@@ -193,7 +194,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part == "demo":
         prepare(arguments.folder, 0)
-        rows = [demo_steps(arguments.folder, workers, arguments.steps) for workers in (0, 1, 2, 3, 0)]
+        ways = (), (1,), (1, 8), (2,), (2, 8), (3,), (3, 8), ()
+        rows = [demo_steps(arguments.folder, arguments.steps, *way) for way in ways]
         print(machine())
         print(table(["who draws", "seconds a step", "of them waiting for completions", "tokens/s"], rows))
         return
