@@ -62,4 +62,5 @@ def _in_blocks(forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
     if tokens.shape[1] <= MLP_BLOCK:
         return forward(states)
     run = partial(checkpoint, forward, use_reentrant=False) if torch.is_grad_enabled() else forward
-    return torch.cat([run(block) for block in tokens.split(MLP_BLOCK, dim=1)], dim=1).view_as(states)
+    computed = torch.cat([run(block) for block in tokens.split(MLP_BLOCK, dim=1)], dim=1)
+    return computed.view(*states.shape[:-1], -1)  # where pictures become tokens, an mlp changes the width

@@ -130,6 +130,14 @@ def test_blocks_of_mlps_and_activations_in_the_machines_memory_change_no_gradien
             assert_rounded(gradient, before[name], GRADIENT, about=name)
 
 
+def test_blocks_may_change_the_width(monkeypatch):
+    monkeypatch.setattr(activations, "MLP_BLOCK", 5)
+    mlp, states = torch.nn.Linear(8, 3), torch.randn(3, 4, 8)
+    expected = mlp(states)
+    tile_mlps(torch.nn.ModuleDict({"merger": torch.nn.ModuleDict({"mlp": mlp})}))
+    torch.testing.assert_close(mlp(states), expected)
+
+
 def test_experts_are_computed_whole():
     with pytest.raises(ConfigError, match="tiled_mlp=True: Qwen3MoeForCausalLM has experts, or"):
         tile_mlps(AutoModelForCausalLM.from_config(EXPERTS))
