@@ -105,6 +105,7 @@ def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, m
     assert ids_of([few.greedy(EXAMPLES)]) == ids_of([plain.greedy(EXAMPLES)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])
 def test_replayed_steps_draw_the_same_tokens(name, dtype, tokenizer):

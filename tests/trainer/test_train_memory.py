@@ -144,6 +144,7 @@ LONG = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "ranks", "options"),
     [
