@@ -39,6 +39,7 @@ from grpo.rewards.compute import load_reward_funcs
 RESULTS = REPOSITORY / "benchmarks/results"
 GRPO, TRL, SIMPLE = "GRPO", "TRL", "simple_GRPO's"
 POOL = "pool, lag 1"
+DRAWS, REPLACED = "16 drawn, 8 trained on", "groups replaced"
 SIDES = {
     GRPO: "",
     TRL: None,
@@ -49,8 +50,10 @@ SIDES = {
     "GSPO": "--importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4 --steps_per_generation 4",
     "RLOO": "--advantage_estimator rloo",
     "REINFORCE++": "--advantage_estimator reinforce++ --loss_type dapo --kl_in_reward true --kl_estimator k1",
-    "LoRA, rank 16": "--use_peft --lora_r 16 --learning_rate 1e-4",
+    "LoRA, rank 16": "--use_peft --lora_r 16 --learning_rate 1e-3",
     POOL: "--sampler pool --max_policy_lag 1",
+    DRAWS: "--num_draws 16",
+    REPLACED: "--max_resample 4",
 }
 """each side's options beside the demo's"""
 WORKERS = 2  # that draw for the pool

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.common import REPOSITORY, table
-from benchmarks.real import GRPO, RESULTS, SIDES, SIMPLE, TRL
+from benchmarks.real import DRAWS, GRPO, REPLACED, RESULTS, SIDES, SIMPLE, TRL
 from benchmarks.real_tasks import TASKS
 from demo.__main__ import rise_of
 from demo.english import QUESTIONS
@@ -184,7 +184,7 @@ def changed_answers(run: dict) -> str:
 
 def others(results: dict[str, Runs]) -> list[str]:
     """Return the sides that have no section of their own."""
-    return [side for side in SIDES if side in results and side not in (GRPO, TRL, SIMPLE)]
+    return [side for side in SIDES if side in results and side not in (GRPO, TRL, SIMPLE, DRAWS, REPLACED)]
 
 
 def page(tasks: dict[str, dict[str, Runs]]) -> str:
@@ -207,6 +207,8 @@ def page(tasks: dict[str, dict[str, Runs]]) -> str:
         parts += [BESIDE_TRL.format(disturbed=which), sides_table(sums, [TRL]), picture]
     if SIMPLE in sums:
         parts += [BESIDE_SIMPLE, sides_table(sums, [SIMPLE])]
+    if chosen := [side for side in (DRAWS, REPLACED) if side in sums]:
+        parts += [CHOSEN, sides_table(sums, chosen)]
     if others(sums):
         parts += [OPTIONS, sides_table(sums, others(sums))]
     if TRIES.exists():
@@ -263,12 +265,17 @@ threads, which is its faster way here. Minutes and seconds leave out evaluation,
 
 FAILED = """## What failed
 
-Tried for the demo before its settings were chosen, a run each."""
+Tried on the way, a run each."""
 
 BESIDE_SIMPLE = """## simple_GRPO's settings
 
 Four updates a round, and groups of equal rewards replaced, up to four times; their tokens count. Evaluated every fourth
 step; between two evaluations accuracy is taken as a straight line."""
+
+CHOSEN = """## Choosing what to train on
+
+With `num_draws` sixteen completions of each question are drawn, and the eight whose rewards differ most are trained on.
+At equal tokens drawn that is half of the updates; after all steps both have trained on as many completions."""
 
 OPTIONS = """## What the options buy
 
