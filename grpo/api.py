@@ -232,12 +232,16 @@ class _Inputs:
                 old.unlink()
             for name, function in self._functions.items():
                 (self.folder / f"{name}.dill").write_bytes(_pickled(name, function))
-            if self._functions:
-                (self.folder / "functions.py").write_text(_FUNCTIONS, encoding="utf-8")
-        path = self.folder / "config.yaml"
+        if self._functions:
+            self._replace("functions.py", _FUNCTIONS)
+        return self._replace("config.yaml", text)
+
+    def _replace(self, name: str, text: str) -> Path:
+        """Write a file that a rank's program reads before it has met the others, which write it too."""
+        path = self.folder / name
         new = path.with_suffix(f".{os.getpid()}")
         new.write_text(text, encoding="utf-8")
-        new.replace(path)  # another rank may read it
+        new.replace(path)
         return path
 
     def _named(self, field: str, value: Any) -> Any:
