@@ -86,7 +86,7 @@ class TrainingSection(Section):
         True, "recompute activations: less memory, more time", off="keep activations: more memory, less time"
     )
     activation_offloading: bool = option(
-        False, "keep in the machine's memory what they are recomputed from", needs="gradient_checkpointing"
+        False, "keep in the machine's memory what activations are recomputed from", needs="gradient_checkpointing"
     )
     tiled_mlp: bool = option(False, "compute MLPs in blocks of 4096 tokens: less memory for long answers, more time")
     deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's settings; the trainer fills in what says auto")

@@ -30,9 +30,9 @@ def checkpoint_activations(model: PreTrainedModel, offload: bool = False) -> Non
                 layer._gradient_checkpointing_func = partial(_offloaded, layer._gradient_checkpointing_func)
 
 
-def _offloaded(checkpoint: Callable, *arguments, **named):
+def _offloaded(run_layer: Callable, *arguments, **named):
     with saved_tensors_hooks(_to_host, _from_host):
-        return checkpoint(*arguments, **named)
+        return run_layer(*arguments, **named)
 
 
 def _to_host(saved: Tensor) -> tuple[torch.device, Tensor]:

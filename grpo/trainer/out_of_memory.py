@@ -80,7 +80,9 @@ def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
     if phase in _OF_BATCHES:
         if not config.gradient_checkpointing:
             return "set gradient_checkpointing"
-        return "set tiled_mlp and activation_offloading, or lower max_completion_length in a new run"
+        lower = f"lower max_completion_length={config.max_completion_length} in a new run"
+        unset = [name for name in ("activation_offloading", "tiled_mlp") if not getattr(config, name)]
+        return f"set {' and '.join(unset)}, or {lower}" if unset else f"{lower}, or use more ranks"
     if phase == "reward":
         return "serve reward models from another card (--task reward)"
     return "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"

@@ -104,7 +104,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     optimizer = {"masters": 4 * share, "AdamW's moments": 8 * (share - packed) + 2 * packed + 8 * -(-packed // 256)}
     standing = {"weights": memory.weights(model, config.quantization)}
     if config.beta > 0 and config.ref == "local":
-        standing["the reference's"] = item * sum(sizes)
+        standing["reference weights"] = item * sum(sizes)
     if offloads:
         standing["a gradient"] = item * largest
         in_16_bits = 0 if in_fp32 else item * max(share, largest)

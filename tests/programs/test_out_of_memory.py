@@ -51,7 +51,12 @@ LOW = {"micro_batch_tokens": 600, "max_prompt_length": 200, "max_completion_leng
 @pytest.mark.parametrize(
     ("phase", "settings", "remedy"),
     [
-        ("update", LOW, "set tiled_mlp and activation_offloading, or lower max_completion_length in a new run"),
+        ("update", LOW, "set activation_offloading and tiled_mlp, or lower max_completion_length=400 in a new run"),
+        (
+            "update",
+            LOW | {"activation_offloading": True, "tiled_mlp": True},
+            "lower max_completion_length=400 in a new run, or use more ranks",
+        ),
         ("update", LOW | {"gradient_checkpointing": False}, "set gradient_checkpointing"),
         ("ref_logprobs", {}, "lower micro_batch_tokens=16384"),
         ("generate", {"sequences_per_generate": 64}, "lower sequences_per_generate=64"),

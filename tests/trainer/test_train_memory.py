@@ -68,7 +68,7 @@ def test_an_adapter_keeps_less_and_trains_what_peft_trains():
 
 def test_a_copy_as_reference_is_counted():
     local, server = needed("cuda", torch.bfloat16, ref="local"), needed("cuda", torch.bfloat16)
-    assert local.standing == server.standing | {"the reference's": 2 * COUNT}
+    assert local.standing == server.standing | {"reference weights": 2 * COUNT}
 
 
 def test_the_cache_by_hand():
