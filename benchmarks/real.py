@@ -39,7 +39,7 @@ from grpo.rewards.compute import load_reward_funcs
 RESULTS = REPOSITORY / "benchmarks/results"
 GRPO, TRL, SIMPLE = "GRPO", "TRL", "simple_GRPO's"
 POOL = "pool, lag 1"
-DRAWS, REPLACED = "16 drawn, 8 trained on", "groups replaced"
+DRAWS, REPLACED, ADAPTIVE = "16 drawn, 8 trained on", "groups replaced", "adaptive order"
 SIDES = {
     GRPO: "",
     TRL: None,
@@ -54,6 +54,7 @@ SIDES = {
     POOL: "--sampler pool --max_policy_lag 1",
     DRAWS: "--num_draws 16",
     REPLACED: "--max_resample 4",
+    ADAPTIVE: "--dataset_order adaptive",
 }
 """each side's options beside the demo's"""
 WORKERS = 2  # that draw for the pool

@@ -125,6 +125,12 @@ class Task:
 
 TASKS = {
     "sums": Task("SmolLM2-135M-Instruct learns to add", "", write_sums, ""),
+    "few_sums": Task(
+        "Few questions, each seen often",
+        "The sums again, but only 64 to train on, each of which comes three times, and no reference.",
+        lambda folder, seed: write_sums(folder, seed, train_size=64),
+        "--beta 0",
+    ),
     "sorting": Task(
         "Sorting three words",
         "One example in the prompt; exactly the words in alphabetical order earn 1.",
