@@ -108,7 +108,7 @@ def packed(tiny: bool, clock: Clock, tables: Tables) -> None:
 
 def differences(model: PreTrainedModel, sequences: list, tables: Tables) -> None:
     """Log-probs and gradients of each way beside those of padded batches; and of the same batch a second time."""
-    padded, whole = Batcher(PAD, longest_packed=0), Batcher(PAD, longest_packed=BUDGET)
+    padded, whole = Batcher(PAD, packs=False), Batcher(PAD, packs=True)
     wanted, slope = logprobs_and_gradient(model, padded, sequences)
     tables.head("attention", "beside padded batches: log-probs, mean", "largest", "gradient, relative")
     ways = {"padded, again": (padded, len(sequences)), "padded, 4 at a time": (padded, 4)}
@@ -161,7 +161,7 @@ def speeds(
     )
     kinds = {name: (batcher, prompt_once(work)) for name in variants_for(model)}
     kinds = dict(sorted(kinds.items(), key=lambda item: item[0] != chosen))
-    kinds["padded"] = (Batcher(PAD, longest_packed=0), each_alone(work))
+    kinds["padded"] = (Batcher(PAD, packs=False), each_alone(work))
     for name, step in (("log-probs", score), ("log-probs, loss, backward", update)):
         if step is update:
             checkpoint_activations(model)
@@ -251,7 +251,7 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
             return
         model = build(shape, tiny)
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        longest = make_batcher(model, PAD).longest_packed
+        make_batcher(model, PAD)  # switches packed attention on
         draw = random.Random(0)
         for prompts in (1, 8, 32):
             if clock.over(f"{shape}, {8 * prompts} rows"):
@@ -261,7 +261,7 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
                 Example(place, "", [draw.randrange(3, 1000) for _ in range(length)], {}, [])
                 for place, length in enumerate(lengths)
             ]
-            for name, sampler in samplers(model, new, 8 * prompts, longest).items():
+            for name, sampler in samplers(model, new, 8 * prompts).items():
                 seconds = clock_of_sampling(sampler, examples, clock)
                 tables.row(
                     shape,
@@ -274,12 +274,12 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
         free(model)
 
 
-def samplers(model: PreTrainedModel, new: int, rows: int, longest: int) -> dict[str, LocalSampler]:
+def samplers(model: PreTrainedModel, new: int, rows: int) -> dict[str, LocalSampler]:
     arguments = model, build_tokenizer(seed=0), [model.config.vocab_size], new, rows
-    with_graphs = {"with graphs": ContinuousSampler(*arguments, longest_packed=longest, graphs=StepGraphs)}
+    with_graphs = {"with graphs": ContinuousSampler(*arguments, graphs=StepGraphs)}
     return {
         **(with_graphs if CUDA else {}),
-        "continuous": ContinuousSampler(*arguments, longest_packed=longest),
+        "continuous": ContinuousSampler(*arguments),
         "generate": LocalSampler(*arguments),
     }
 

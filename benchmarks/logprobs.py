@@ -278,7 +278,7 @@ def check_exactness(layers: int, vocabulary: int) -> None:
         for prompt, completion in work.sequences:
             logits = model(torch.tensor([prompt + completion[:-1]]), logits_to_keep=len(completion)).logits[0]
             plain.append(logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1))
-        padded, _ = token_logprobs(model, Batcher(PAD, longest_packed=0).make(work.sequences, "cpu"), 1.0)
+        padded, _ = token_logprobs(model, Batcher(PAD, packs=False).make(work.sequences, "cpu"), 1.0)
         batch = make_batcher(model, PAD).make(work.sequences, "cpu")
         packed, _ = token_logprobs(model, batch, 1.0)
     if batch.tree is None:

@@ -73,7 +73,7 @@ class Work:
     """of the last call of `continuous`"""
 
     def __post_init__(self):
-        self.longest_packed = make_batcher(self.model, self.tokenizer.pad_token_id).longest_packed
+        make_batcher(self.model, self.tokenizer.pad_token_id)  # switches packed attention on
         self.settings = GenerationConfig(
             do_sample=True,
             top_k=0,
@@ -95,7 +95,7 @@ class Work:
     def continuous(self) -> int:
         self.passes.clear()
         with noted(self.passes):
-            return self._drawn(ContinuousSampler(*self._arguments(), longest_packed=self.longest_packed))
+            return self._drawn(ContinuousSampler(*self._arguments()))
 
     @torch.inference_mode()
     def generate(self) -> int:

@@ -123,7 +123,7 @@ class Work:
         self.tokens = sum(len(ids) for segments in self.script for ids in segments)
         config = TrainerConfig(model_name_or_path="model", tools=[self.tool], tool_timeout=self.timeout)
         self.turns = start_turns(config, self.tokenizer, [self.end])
-        self.longest_packed = make_batcher(self.model, self.tokenizer.pad_token_id).longest_packed
+        make_batcher(self.model, self.tokenizer.pad_token_id)  # switches packed attention on
         self.numbers = [self._to_numbers(ids) for ids in map(self._play, range(len(self.script)))]
         # What is drawn, as one segment.
         ones = [[token for ids in segments for token in ids[:-1]] for segments in self.script]
@@ -134,9 +134,8 @@ class Work:
 
     def sample(self, kind: type[LocalSampler] = ContinuousSampler, in_segments: bool = True) -> Drawn:
         """Draw with one of the samplers."""
-        more = {"longest_packed": self.longest_packed} if kind is ContinuousSampler else {}
         turns = self.turns if in_segments else None
-        sampler = kind(self.model, self.tokenizer, [self.end], LENGTH, PROMPTS * COPIES, None, turns, **more)
+        sampler = kind(self.model, self.tokenizer, [self.end], LENGTH, PROMPTS * COPIES, None, turns)
         numbers = self.numbers if in_segments else self.one_segment
         with scripted_numbers(numbers):
             groups = sampler.sample(self.examples, COPIES, 1.0, 0)

@@ -237,7 +237,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
     longest, rows = config.max_completion_length, config.sequences_per_generate
-    sampler = make_sampler(model, tokenizer, longest, rows, batcher.longest_packed)
+    sampler = make_sampler(model, tokenizer, longest, rows, batcher.packs)
     engine, _ = start_engine(config, ds_config, model)
     watched = Watched(engine)
     draw = random.Random(rank)

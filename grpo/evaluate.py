@@ -92,12 +92,12 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
     from grpo.model.trial import make_batcher
     from grpo.sampling.self_check import make_sampler
 
-    vision, longest_packed = Vision(processor, model) if processor is not None else None, 0
+    vision, packs = Vision(processor, model) if processor is not None else None, False
     with enough_memory(config):
         if config.sampler != "generate":
             with torch.no_grad():
-                longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
-        limits = config.max_completion_length, config.sequences_per_generate, longest_packed
+                packs = make_batcher(model, tokenizer.pad_token_id, processor).packs
+        limits = config.max_completion_length, config.sequences_per_generate, packs
         return make_sampler(model, tokenizer, *limits, vision, turns, config.cuda_graphs)
 
 

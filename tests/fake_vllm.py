@@ -95,7 +95,7 @@ class Fake:
         self.wait_turn()
         model = self.adapters.get(name, self.model)
         if parameters.get("prompt_logprobs") is not None:
-            batch = Batcher(0, longest_packed=0).make([(ids[:1], ids[1:])], "cpu")
+            batch = Batcher(0, packs=False).make([(ids[:1], ids[1:])], "cpu")
             values = token_logprobs(model, batch, 1.0)[0].tolist()
             rows = [{str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True)]
             return {"choices": [], "prompt_logprobs": [None, *rows]}

@@ -105,7 +105,7 @@ def run(case: dict, folder: str) -> dict:
         arguments = engine.module, Tokenizer(), [2], COMPLETION, config.sequences_per_generate
         sampler = LocalSampler(*arguments)
         if config.sampler == "continuous":
-            sampler = ContinuousSampler(*arguments, longest_packed=batcher.longest_packed)
+            sampler = ContinuousSampler(*arguments)
         watched, peaks = Watched(engine, live), {}
         for turn in range(2):
             prompts = [ids(PROMPT) for _ in range(4)]

@@ -71,7 +71,7 @@ SEQUENCES = [
 ]
 
 
-PADDED = Batcher(pad_token_id=0, longest_packed=0)
+PADDED = Batcher(pad_token_id=0, packs=False)
 
 
 def example(ids) -> Example:
@@ -84,16 +84,16 @@ ENDS = [*range(20, 30)]
 
 
 def packed(model: torch.nn.Module) -> torch.nn.Module:
-    assert make_batcher(model, 0).longest_packed > 0
+    assert make_batcher(model, 0).packs
     return model
 
 
-def scored(model, groups, temperature, examples=EXAMPLES) -> torch.Tensor:
-    """The loss's own log-probs of all completions' tokens, of padded batches."""
+def scored(model, groups, temperature, examples=EXAMPLES, batcher=PADDED) -> torch.Tensor:
+    """The loss's own log-probs of all completions' tokens."""
     pairs = zip(examples, groups, strict=True)
     sequences = [(item.prompt_ids, rollout.completion_ids) for item, rollouts in pairs for rollout in rollouts]
     with torch.no_grad():
-        return token_logprobs(model, PADDED.make(sequences, "cpu"), temperature)[0]
+        return token_logprobs(model, batcher.make(sequences, "cpu"), temperature)[0]
 
 
 def build(config, seed: int = 0) -> torch.nn.Module:
@@ -104,10 +104,10 @@ def build(config, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def random_model(name: str) -> torch.nn.Module:
+def random_model(name: str, **settings) -> torch.nn.Module:
     """A small model of an architecture, its weights with a wide spread."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**SMALL)).float().eval()
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**SMALL | settings)).float().eval()
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.2)

@@ -123,7 +123,7 @@ class Pool:
 
 def score(model: PreTrainedModel, prompt: list[int], completions: list[list[int]], temperature: float) -> list[list]:
     """Return the log-probs of each completion's ids."""
-    batch = Batcher(0, longest_packed=0).make([(prompt, ids) for ids in completions], "cpu")
+    batch = Batcher(0, packs=False).make([(prompt, ids) for ids in completions], "cpu")
     with torch.no_grad():
         values = token_logprobs(model, batch, temperature)[0]
     return [part.tolist() for part in values.split([len(ids) for ids in completions])]

@@ -182,7 +182,7 @@ def main(model, cases_file, out) -> None:
                     weight.copy_(first[name])
         engine.optimizer.refresh_fp32_params()
         samples = own_share(case, config, rank, processor)
-        batcher = replace(packed, longest_packed=0) if case.get("padded") else packed
+        batcher = replace(packed, packs=False) if case.get("padded") else packed
         if "spoiled" in case or "masked" in case:
             check_unchanged(engine, case, config, batcher, rank)
         # The last update is the one that is looked at; those before it move the weights a little.

@@ -31,7 +31,7 @@ from grpo.model.lora import linear_layers
 from grpo.model.packing import pack_prompts
 from grpo.model.pictures import PictureProcessor, Vision
 from grpo.model.tree_attention import ROWS
-from grpo.model.trial import longest_packed
+from grpo.model.trial import never_packed
 from grpo.wire.picture_files import PicturedPrompt
 
 MIB, GIB = 2**20, 2**30
@@ -232,7 +232,7 @@ def _beside_attention(
     """Return the bytes beside queries, keys, values and result in a layer: kept for a backward pass, and dropped."""
     config, item, (queries, keys) = model.config.get_text_config(), model.dtype.itemsize, attention_widths(model)
     heads = config.num_attention_heads
-    if padded or longest > longest_packed(model)[0]:
+    if padded or never_packed(model):
         pairs, repeated = tokens * longest, 2 * queries * item * tokens if queries != keys else 0
         if model.config._attn_implementation == "eager":
             # Scores as they come, in fp32, and rounded again; and two masks.

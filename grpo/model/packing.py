@@ -96,25 +96,21 @@ class Batcher:
     """The way to make batches for one model."""
 
     pad_token_id: int
-    longest_packed: int
-    """tokens of the longest sequence that may be packed: beyond it the model's attention has a window; 0 packs none"""
+    packs: bool  # whether the sequences of a batch follow each other in one row, else each has a padded row of its own
     vision: Vision | None = None  # how the model sees pictures; None if it takes text alone
 
     def cut(self, sequences: Sequences, budget: int) -> list[list[int]]:
         """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch. The
         completions of a prompt stay together if they fit. A sequence longer than the budget is a batch by itself."""
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
-        packed = [index for index, length in enumerate(lengths) if length <= self.longest_packed]
-        padded = [index for index, length in enumerate(lengths) if length > self.longest_packed]
-        return _cut_packed(sequences, packed, budget) + _cut_padded(lengths, padded, budget)
+        return _cut_packed(sequences, budget) if self.packs else _cut_padded(lengths, budget)
 
     def make(self, sequences: Sequences, device: Device, predicted: Sequence[np.ndarray | None] | None = None) -> Batch:
         """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
         `predicted` marks for each sequence, bool [len(completion)], the tokens that are predicted; None, for one or for
         all of them, is every token. Raises PictureError if a prompt's picture cannot be opened."""
-        longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         predicted = predicted or [None] * len(sequences)
-        if longest <= self.longest_packed:
+        if self.packs:
             layout = _packed(sequences, by_prompt(sequences, range(len(sequences))), self.vision)
         else:
             layout = _padded(sequences, self.pad_token_id, self.vision)
@@ -135,10 +131,10 @@ def by_prompt(sequences: Sequences, indices: Sequence[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _cut_packed(sequences: Sequences, indices: list[int], budget: int) -> list[list[int]]:
+def _cut_packed(sequences: Sequences, budget: int) -> list[list[int]]:
     batches: list[list[int]] = []
     used = budget  # so that the first sequence opens a batch
-    for group in by_prompt(sequences, indices):
+    for group in by_prompt(sequences, range(len(sequences))):
         prompt = len(sequences[group[0]][0])
         whole = prompt + sum(len(sequences[index][1]) for index in group)
         opens = used + whole > budget >= whole
@@ -153,9 +149,9 @@ def _cut_packed(sequences: Sequences, indices: list[int], budget: int) -> list[l
     return batches
 
 
-def _cut_padded(lengths: list[int], indices: list[int], budget: int) -> list[list[int]]:
+def _cut_padded(lengths: list[int], budget: int) -> list[list[int]]:
     batches: list[list[int]] = []
-    for index in sorted(indices, key=lambda index: -lengths[index]):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         # Longest first, so a batch's first row is its width.
         if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
             batches[-1].append(index)

@@ -31,7 +31,7 @@ from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.rewards import Input, Message, RewardRequest
 
-PADDED = Batcher(pad_token_id=0, longest_packed=0)  # cuts texts by a token budget; `sequence_scores` pads the rows
+PADDED = Batcher(pad_token_id=0, packs=False)  # cuts texts by a token budget; `sequence_scores` pads the rows
 
 _CHARACTERS_A_TOKEN = 64
 """no text has more characters a token on average: a longer text is refused before it is tokenised"""

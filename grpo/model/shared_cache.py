@@ -79,12 +79,18 @@ class SharedCache:
         self.fed = []
         self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
         self._indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        prompt, own = (torch.arange(length, device=places.device) for length in shape[2:])
-        seen = torch.cat([prompt < prompts.unsqueeze(1), own <= places.unsqueeze(1)], dim=1)
-        self._mask = torch.zeros(seen.shape, device=places.device).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+        self._masks: dict[int | None, Tensor] = {}  # by window
+        self._prompt_lengths = prompts
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
     ) -> Tensor:
         """Keep and attend: query [rows, heads, 1, d], key and value [rows, kv heads, 1, d] -> [rows, 1, heads, d]."""
         rows, heads = key.shape[:2]
@@ -107,7 +113,7 @@ class SharedCache:
         ).view(rows, heads * repeat, -1)
         if softcap is not None:
             scores, scaling = scores.mul_(scaling / softcap).tanh_(), softcap
-        weights = torch.add(self._mask, scores, alpha=scaling, out=scores).softmax(dim=2)
+        weights = torch.add(self._mask(window), scores, alpha=scaling, out=scores).softmax(dim=2)
         weights = weights.view(rows * heads, repeat, -1)
         out = _product(weights[..., prompt:], values).add_(with_prompt(weights[..., :prompt], prompt_values))
         return out.to(value.dtype).view(rows, 1, heads * repeat, -1)
@@ -132,6 +138,20 @@ class SharedCache:
             for states in pair:
                 by_row = states.unflatten(0, (self._rows, -1))[:, :, :tokens]
                 by_row.index_copy_(0, to, by_row.index_select(0, rows))
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Return 0 for each token of the prompt, and then of the row, that the row's token sees, else -inf: float32
+        [rows, 1, prompt + own], once for all layers with this window."""
+        if window not in self._masks:
+            places, prompts = self._places.unsqueeze(1), self._prompt_lengths.unsqueeze(1)
+            prompt, own = (torch.arange(length, device=places.device) for length in self._shape[2:])
+            of_prompt, of_row = prompt < prompts, own <= places
+            if window is not None:
+                of_prompt, of_row = of_prompt & (prompt > prompts + places - window), of_row & (own > places - window)
+            seen = torch.cat([of_prompt, of_row], dim=1)
+            mask = torch.zeros(seen.shape, device=places.device).masked_fill_(~seen, -torch.inf)
+            self._masks[window] = mask.unsqueeze(1)
+        return self._masks[window]
 
     def _index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return each row's and head's cell among the prompts' rows, the row and head in each cell, and where the token

@@ -1,7 +1,8 @@
 """Attention over packed rows (grpo/model/packing.py), registered with transformers as an attention implementation.
 
 A prompt attends to itself; a completion attends to its prompt and to itself. Attention runs one segment at a time, so
-no score between two segments that do not see each other is ever computed, and no mask of the whole row exists.
+no score between two segments that do not see each other is ever computed, and no mask of the whole row exists. In
+layers with a window (`sliding_window`) a token sees so many of these tokens: itself and the last ones before it.
 `switch_on` installs it in a model, whose other calls (generate, padded batches) still use the implementation it had.
 With a `shared_cache` the keys and values of packed prompts are kept, and later passes draw from them token by token.
 """
@@ -25,7 +26,15 @@ ROWS = 256  # queries of one call: few scores are computed for nothing, and its 
 _PREFIX = "grpo_packed_"
 
 
-def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float, softcap: float | None) -> Tensor:
+def segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tree,
+    scaling: float,
+    softcap: float | None,
+    window: int | None = None,
+) -> Tensor:
     """Attend with one call for each segment, and one for a whole small group. Queries [1, heads, N, d], keys and values
     [1, kv heads, N, d] -> [1, N, heads, d]."""
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
@@ -34,23 +43,31 @@ def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: flo
     parts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
     for (prompt, completions), blocks, group in zip(tree.groups, tree.blocks, parts, strict=True):
         if completions and blocks is None and sum(completions) + prompt <= ROWS:
-            mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
+            mask = _group_mask(prompt, tuple(completions), window, query.dtype, query.device)
             out.append(_attend(*group, mask, scaling, softcap))
             continue
         of_segments = (states.split([prompt, *completions], dim=2) for states in group)
         of_prompt, *of_completions = zip(*of_segments, strict=True)
         if blocks is None:
-            out += _causal(*of_prompt, scaling, softcap)
+            out += _causal(*of_prompt, scaling, softcap, window)
         else:
-            mask = _picture_mask(blocks.tobytes(), query.dtype, query.device)
+            mask = _picture_mask(blocks.tobytes(), window, query.dtype, query.device)
             out.append(_attend(*of_prompt, mask, scaling, softcap))
         for queries, *own in of_completions:
             seen = (torch.cat(pair, dim=2) for pair in zip(of_prompt[1:], own, strict=True))
-            out += _causal(queries, *seen, scaling, softcap)
+            out += _causal(queries, *seen, scaling, softcap, window)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float, softcap: float | None) -> Tensor:
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tree,
+    scaling: float,
+    softcap: float | None,
+    window: int | None = None,
+) -> Tensor:
     """Attend with one call for the row, shapes as in `segments`: flash attention on CUDA in 16 bit."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -75,7 +92,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float
         max(tree.segments),
         max(tree.key_lengths),
         scale=scaling,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         **_grouped(query.shape[1] > key.shape[1]),
     )
     return out.unsqueeze(0)
@@ -132,39 +149,50 @@ def _dispatch(
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         return attend(module, query, key, value, attention_mask, **options)
-    scale = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap")
+    how = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap"), options.get("sliding_window")
     if tree is not None:
         if shared_cache is not None:
             shared_cache.keep(module.layer_idx, key, value)
-        return packed(query, key, value, tree, *scale), None
+        return packed(query, key, value, tree, *how), None
     attend = _after_rows if shared_cache.fed else SharedCache.attend
-    return attend(shared_cache, module.layer_idx, query, key, value, *scale), None
+    return attend(shared_cache, module.layer_idx, query, key, value, *how), None
 
 
 def _after_rows(
-    cache: SharedCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+    cache: SharedCache,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    softcap: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attend from the tokens that are fed to rows to all that each row has. Shapes as in `segments`."""
     out: list[Tensor] = []
     parts = query.split([fed.count for fed in cache.fed], dim=2)
     for queries, seen in zip(parts, cache.extend(layer, key, value), strict=True):
-        out += _causal(queries, *seen, scaling, softcap)
+        out += _causal(queries, *seen, scaling, softcap, window)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None) -> list[Tensor]:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, window: int | None
+) -> list[Tensor]:
     """Attend from the last tokens of a sequence, [1, heads, n, d], to all of it, ROWS queries at a time."""
     queries, keys = query.shape[2], key.shape[2]
-    if queries == keys and softcap is None:
+    if window is not None and window >= keys:
+        window = None
+    if queries == keys and softcap is None and window is None:
         return [_attend(query, key, value, None, scaling, softcap)]
     out = []
     for start, rows in zip(range(0, queries, ROWS), query.split(ROWS, dim=2), strict=True):
         seen = keys - queries + start
-        end = seen + rows.shape[2]
-        mask = _mask(rows.shape[2], seen, query.dtype, query.device)
+        begin, end = 0 if window is None else max(0, seen - window + 1), seen + rows.shape[2]
+        mask = _mask(rows.shape[2], seen - begin, window, query.dtype, query.device)
         if query.is_cuda:
             mask = _aligned(mask)
-        out.append(_attend(rows, key[:, :, :end], value[:, :, :end], mask, scaling, softcap))
+        out.append(_attend(rows, key[:, :, begin:end], value[:, :, begin:end], mask, scaling, softcap))
     return out
 
 
@@ -187,24 +215,36 @@ def _attend(
 
 @lru_cache(maxsize=64)  # 256 kB each at most; one mask serves all layers
 @torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
-def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _group_mask(
+    prompt: int, completions: tuple[int, ...], window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return the mask of a whole group, [n, n]: each token sees its segment and the prompt, up to itself."""
     lengths = torch.tensor([prompt, *completions]).to(device)
     numbers = torch.arange(len(lengths), device=device)
     # Without output_size the call would wait for the GPU to add the lengths up.
     segment = numbers.repeat_interleave(lengths, output_size=prompt + sum(completions))
     seen = (segment == 0) | (segment == segment.unsqueeze(1))
+    if window is not None:
+        # A completion's tokens follow the prompt's, whatever is between them in the row.
+        between = (lengths.cumsum(0) - lengths - prompt * (numbers > 0)).index_select(0, segment)
+        seen &= _in_window(torch.arange(len(segment), device=device) - between, window)
     return _minus_infinity_unless(seen.tril(), dtype)
 
 
 @lru_cache(maxsize=64)  # one mask serves all layers
 @torch.inference_mode(False)  # as for _group_mask
-def _picture_mask(blocks: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _picture_mask(blocks: bytes, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the mask of a prompt with Tree's blocks, [n, n]: causal, but pieces of a picture see each other."""
     block = torch.frombuffer(bytearray(blocks), dtype=torch.int64).to(device)
     same = (block == block.unsqueeze(1)) & (block >= 0)
-    causal = torch.ones(same.shape, dtype=torch.bool, device=device).tril()
-    return _minus_infinity_unless(same | causal, dtype)
+    seen = torch.ones(same.shape, dtype=torch.bool, device=device).tril() | same
+    if window is not None:
+        seen &= _in_window(torch.arange(len(block), device=device), window)
+    return _minus_infinity_unless(seen, dtype)
+
+
+def _in_window(places: Tensor, window: int) -> Tensor:
+    return places.unsqueeze(1) - places < window
 
 
 def _minus_infinity_unless(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,14 +257,17 @@ def _aligned(mask: Tensor) -> Tensor:
     return mask.new_empty(rows, columns + -columns % 16)[:, :columns].copy_(mask)
 
 
-def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a causal mask, [rows, seen + rows]: 0 for a key that is seen, -inf for others. A bool mask is slower."""
+def _mask(rows: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a causal mask, [rows, seen + rows]: 0 for a key that is seen, -inf for others. A bool mask is slower. With
+    a window `seen` is less than it."""
     width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few masks are ever made
-    return _whole_mask(ROWS, width, dtype, device)[:rows, width - seen : width + rows]
+    if window is not None:
+        width = window - 1
+    return _whole_mask(ROWS, width, window is not None, dtype, device)[:rows, width - seen : width + rows]
 
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)  # as for _group_mask
-def _whole_mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    above = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu(1)
-    return torch.cat([torch.zeros(rows, width, dtype=dtype, device=device), above], dim=1)
+def _whole_mask(rows: int, width: int, is_window: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    hidden = torch.full((rows, width + rows), -torch.inf, dtype=dtype, device=device)
+    return hidden.triu(width + 1) + hidden.tril(-1) if is_window else hidden.triu(width + 1)

@@ -11,6 +11,8 @@ is off by one, 0.42 times and more.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -20,7 +22,6 @@ from transformers import PreTrainedModel
 
 from grpo.config.errors import ConfigError, one_line, require
 from grpo.model.devices import is_out_of_memory
-from grpo.model.load import NO_LIMIT
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids
 from grpo.model.pictures import PictureProcessor, Vision
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 SAME = 0.2  # a larger difference makes batches use a slower way
 REFUSED = 0.3  # a larger difference refuses the model
 SAME_GRADIENT = 0.6  # share of the gradient's norm in 16 bit: the noise above makes 0.3, a missing gradient 1
+WINDOW = 5  # tokens of an attention's window in a trial
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TrialResult:
 def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> TrialResult:
     """Check padded batches, also with the update's forward pass, and return the result of one. Raises ConfigError if a
     token's log-prob depends on later tokens or on whether gradients are computed."""
-    batcher, sequences = Batcher(pad_token_id, longest_packed=0, vision=vision), trial_sequences(model, vision)
+    batcher, sequences = Batcher(pad_token_id, packs=False, vision=vision), trial_sequences(model, vision)
     cut_off = [(prompt, completion[:2]) for prompt, completion in sequences[4:]]
     others = trial_sequences(model, vision, prompts_at=5)
     with torch.no_grad():
@@ -71,7 +73,7 @@ def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | Non
 def packed_differs(model: PreTrainedModel, padded: TrialResult, vision: Vision | None = None) -> str | None:
     """Return None if a packed batch gives the answer of a padded one, else the reason as part of a sentence."""
     try:
-        packed = _answer(model, Batcher(0, longest_packed=2**31 - 1, vision=vision))
+        packed = _answer(model, Batcher(0, packs=True, vision=vision))
     # A model whose code takes no tree may fail in any way; then batches are padded, and the log says why.
     except Exception as error:
         if is_out_of_memory(error):  # says nothing about the model
@@ -89,8 +91,8 @@ def packed_differs(model: PreTrainedModel, padded: TrialResult, vision: Vision |
 
 
 def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompts_at: int = 0) -> list[tuple[Ids, Ids]]:
-    """Make two groups of four sequences of at most 8 tokens: no window is so small. `prompts_at=5`: different prompts.
-    A third group has two pictures before its prompt, or one if two do not fit the attention's window."""
+    """Make two groups of four sequences of at most 8 tokens. `prompts_at=5`: different prompts. A third group has two
+    pictures before its prompt."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # A text that has the id of a picture's piece would be taken for more of the picture.
     piece = vision.token_id if vision is not None else None
@@ -100,16 +102,22 @@ def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompt
     sequences = [(prompt, [*islice(completions, length)]) for prompt, lengths in groups for length in lengths]
     if vision is None:
         return sequences
-    for pictures in (2, 1):
-        prompt = vision.trial_prompt(pictures, sequences[-1][0], seed=prompts_at)
-        pictured = [(prompt, completion) for _, completion in sequences[:4]]
-        if _longest(pictured) <= longest_packed(model)[0]:
-            break
-    return sequences + pictured
+    prompt = vision.trial_prompt(2, sequences[-1][0], seed=prompts_at)
+    return sequences + [(prompt, completion) for _, completion in sequences[:4]]
 
 
-def _longest(sequences: list[tuple[Ids, Ids]]) -> int:
-    return max(len(prompt) + len(completion) for prompt, completion in sequences)
+@contextmanager
+def small_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Shrink the windows of the model's attention, so that within even a trial's tokens are beyond them."""
+    holders = [model.config.get_text_config(), *model.modules()]
+    windows = [(holder, window) for holder in holders if (window := getattr(holder, "sliding_window", None))]
+    try:
+        for holder, _ in windows:
+            holder.sliding_window = WINDOW
+        yield
+    finally:
+        for holder, window in windows:
+            holder.sliding_window = window
 
 
 def refused_distance(model: PreTrainedModel, effect: float) -> float:
@@ -149,33 +157,29 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PicturePr
     """Choose packed batches with shared prompts if the model allows them, else padded ones, and log the choice. A
     configuration does not tell enough, so the model is tried. Raises ConfigError if even padded batches cannot be
     trusted. With the model's `processor` the batches take prompts with pictures too."""
-    longest, reason = longest_packed(model)
     vision = Vision(processor, model) if processor is not None else None
-    padded, name = check_padded(model, pad_token_id, vision), type(model).__name__
-    if longest and _longest(trial_sequences(model, vision)) > longest:
-        longest, reason = 0, f"has an attention window of {longest} tokens, and a picture more"
-    variants = variants_for(model) if longest else []
+    with small_windows(model):
+        return _choose_batcher(model, pad_token_id, vision)
+
+
+def _choose_batcher(model: PreTrainedModel, pad_token_id: int, vision: Vision | None) -> Batcher:
+    padded, name, reason = check_padded(model, pad_token_id, vision), type(model).__name__, never_packed(model)
+    variants = [] if reason else variants_for(model)
     for variant in variants:
         switch_on(model, variant)
         if (reason := packed_differs(model, padded, vision)) is None:
-            limit = "" if longest == NO_LIMIT else f" up to {longest} tokens a sequence, its attention's window"
-            log.info("log-probs in packed batches, each prompt once (%s)%s", variant, limit)
-            return Batcher(pad_token_id, longest, vision)
+            log.info("log-probs in packed batches, each prompt once (%s)", variant)
+            return Batcher(pad_token_id, packs=True, vision=vision)
         switch_off(model)
         if variant != variants[-1]:
             log.warning("attention over packed batches goes a slower way than %s: %s %s", variant, name, reason)
     level = logging.WARNING if variants and model.device.type != "cpu" else logging.INFO
     log.log(level, "log-probs in padded batches, which compute each completion's prompt again: %s %s", name, reason)
-    return Batcher(pad_token_id, 0, vision)
+    return Batcher(pad_token_id, packs=False, vision=vision)
 
 
-def longest_packed(model: PreTrainedModel) -> tuple[int, str]:
-    """Return the tokens of the longest sequence that may be packed, and for 0 the reason."""
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if unknown := layer_types - {"full_attention", "sliding_attention"}:
-        return 0, f"has layers of type {min(unknown)}"
-    window = getattr(config, "sliding_window", None)
-    if window is None or (layer_types and "sliding_attention" not in layer_types):
-        return NO_LIMIT, ""
-    return window, ""  # a sequence that fits the window sees all its tokens
+def never_packed(model: PreTrainedModel) -> str:
+    """Return why the model's batches are padded, as part of a sentence; empty if the trial is to tell."""
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    unknown = layer_types - {"full_attention", "sliding_attention"}
+    return f"has layers of type {min(unknown)}" if unknown else ""

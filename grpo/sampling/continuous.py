@@ -29,21 +29,18 @@ ANSWER_STEPS = 32  # steps of the other rows until a segment's answer is taken i
 
 
 class ContinuousSampler(LocalSampler):
-    """The sampler that keeps its rows full. Sequences beyond `longest_packed` are left to transformers' `generate`."""
+    """The sampler that keeps its rows full, for a model whose batches are packed."""
 
-    def __init__(self, *arguments, longest_packed: int, look_every: int | None = None, graphs: Callable | None = None):
-        """Take the arguments of LocalSampler, and the batcher's `longest_packed`. Every `look_every` tokens the host
-        asks the device which rows have ended. With `graphs`, StepGraphs or a function that makes one for a device,
-        steps have few shapes, which CUDA records."""
+    def __init__(self, *arguments, look_every: int | None = None, graphs: Callable | None = None):
+        """Take the arguments of LocalSampler. Every `look_every` tokens the host asks the device which rows have ended.
+        With `graphs`, StepGraphs or a function that makes one for a device, steps have few shapes, which CUDA records.
+        """
         super().__init__(*arguments)
         self._graphs = graphs
         on_cpu = self._model.device.type == "cpu"
-        self._longest_packed, self._look_every = longest_packed, look_every or (1 if on_cpu else LOOK_EVERY)
+        self._look_every = look_every or (1 if on_cpu else LOOK_EVERY)
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
-        longest = max(len(example.prompt_ids) for example in order.examples) + self._max_new_tokens
-        if longest > self._longest_packed:
-            return super()._draw(order)
         with policy_that_draws(self._model):
             graphs = self._graphs(self._model.device) if self._graphs else None
             rows = Rows(self._model, order, self._rows, self._max_new_tokens, self.eos_token_ids, graphs, self._vision)

@@ -14,7 +14,7 @@ from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.pictures import Vision
-from grpo.model.trial import distance, refused_distance, trial_sequences
+from grpo.model.trial import distance, refused_distance, small_windows, trial_sequences
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
 from grpo.sampling.rows import StepGraphs
@@ -48,7 +48,7 @@ def check_sampling(
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
     *_, (different, _) = trial_sequences(model, vision, prompts_at=5)
-    batcher = Batcher(pad_token_id, longest_packed=0, vision=vision)
+    batcher = Batcher(pad_token_id, packs=False, vision=vision)
     after = [[(ids, rollout.completion_ids) for rollout in drawn] for ids in (prompt, different)]
     with torch.no_grad():
         scored, moved = (token_logprobs(model, batcher.make(rows, model.device), 1.0)[0].cpu() for rows in after)
@@ -71,15 +71,14 @@ def make_sampler(
     tokenizer: PreTrainedTokenizerBase,
     max_completion_length: int,
     rows: int = 64,
-    longest_packed: int = 0,
+    packs: bool = False,
     vision: Vision | None = None,
     turns: Responder | None = None,
     cuda_graphs: bool = True,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
-    steps are CUDA graphs, if wanted, and if the model's forward pass can be recorded. `longest_packed` is the
-    batcher's; 0 asks for generate. Raises ConfigError if even generate would draw from another distribution than is
-    scored."""
+    steps are CUDA graphs, if wanted, and if the model's forward pass can be recorded. `packs` is the batcher's; False
+    asks for generate. Raises ConfigError if even generate would draw from another distribution than is scored."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"
@@ -87,18 +86,20 @@ def make_sampler(
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
     arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns
-    if longest_packed == 0:
+    if not packs:
         return LocalSampler(*arguments)
     ways = [(StepGraphs, "without CUDA graphs")] if cuda_graphs and model.device.type == "cuda" else []
     for graphs, instead in [*ways, (None, "by transformers' generate")]:
         # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
         # those with one, the second records a graph and the third replays it.
-        tried = dict(longest_packed=longest_packed, graphs=graphs and partial(graphs, refuse_waits=True))
+        refusing = graphs and partial(graphs, refuse_waits=True)
+        tried = ContinuousSampler(model, tokenizer, [never], 4, 3, vision, graphs=refusing)
         try:
-            check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, vision, **tried), pad, vision)
+            with small_windows(model):
+                check_sampling(model, tried, pad, vision)
         except ConfigError as error:
             reason = str(error).removesuffix(": use another model")
             log.warning("sampling goes a slower way, %s: %s", instead, reason)
         else:
-            return ContinuousSampler(*arguments, longest_packed=longest_packed, graphs=graphs)
+            return ContinuousSampler(*arguments, graphs=graphs)
     return LocalSampler(*arguments)

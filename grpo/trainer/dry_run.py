@@ -177,7 +177,7 @@ def _describe_step(work: RankWork, inputs: Inputs) -> list[str]:
     mean = sum(len(example.prompt_ids) for example in inputs.examples) / len(inputs.examples)
     full = [([prompt], range(longest_completion)) for prompt in range(work.prompts) for _ in range(generations)]
     full = [([*prompt, *range(work.longest_prompt - 1)], completion) for prompt, completion in full]
-    micro_batches = Batcher(0, 2**31).cut(full, config.micro_batch_tokens)
+    micro_batches = Batcher(0, packs=True).cut(full, config.micro_batch_tokens)
     completions = work.prompts * config.steps_per_generation * config.draws
     at_once = f"{min(config.sequences_per_generate, completions)} at a time"
     drawn = "which workers draw" if config.sampler == "pool" else at_once

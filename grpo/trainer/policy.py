@@ -65,6 +65,6 @@ def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel
     """Try out which batches and which local sampler the model allows."""
     with enough_memory(config):
         batcher = make_batcher(model, inputs.tokenizer.pad_token_id, inputs.processor)
-        longest_packed = batcher.longest_packed if config.sampler != "generate" else 0
-        limits = config.max_completion_length, config.sequences_per_generate, longest_packed
+        packs = batcher.packs and config.sampler != "generate"
+        limits = config.max_completion_length, config.sequences_per_generate, packs
         return batcher, make_sampler(model, inputs.tokenizer, *limits, batcher.vision, inputs.turns, config.cuda_graphs)

@@ -17,7 +17,7 @@ from grpo.model import memory
 from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK
 from grpo.model.pictures import KEPT_BYTES, PictureProcessor
 from grpo.model.shared_cache import GROW
-from grpo.model.trial import longest_packed
+from grpo.model.trial import never_packed
 from grpo.sampling.rows import PREFILL_TOKENS, slots
 from grpo.trainer.deepspeed_engine import NORM_BLOCK, in_8_bits
 from grpo.trainer.inputs import Inputs
@@ -182,10 +182,10 @@ def _gradients(
 
 def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> memory.Terms:
     """Return the peak of a round's rows, or of an evaluation's, whose prompts have one row each."""
-    config, window = work.config, longest_packed(model)[0]
+    config = work.config
     if config.sampler == "pool" and not work.held_out:
         return {}
-    if config.sampler == "generate" or window < work.sequence:
+    if config.sampler == "generate" or never_packed(model):
         return _generate(model, work, device_type)
     groups = work.prompts * config.steps_per_generation
     calls = []

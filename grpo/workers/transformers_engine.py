@@ -63,7 +63,7 @@ class TransformersEngine:
             self._batcher = make_batcher(model, tokenizer.pad_token_id)
             self.capacity = max(1, self._rows // run.num_generations)
             rows = self.capacity * run.num_generations
-            sizes = run.max_completion_length, rows, self._batcher.longest_packed
+            sizes = run.max_completion_length, rows, self._batcher.packs
             self._sampler = make_sampler(model, tokenizer, *sizes, turns=turns)
         self._run, self._turns, self._model, self._version = run, turns, model, version
 

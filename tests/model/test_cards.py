@@ -54,7 +54,7 @@ def test_a_model_over_two_cards_scores_and_learns_as_on_one(name, way):
         model = spread(build(MODELS[name]))
         Head.check(model)
         batcher = make_batcher(model, 0) if way == "packed" else Batcher(0, 0)
-        assert (batcher.longest_packed > 0) == (way == "packed")
+        assert batcher.packs == (way == "packed")
         batch = batcher.make(sequences, model.device)
         logprobs, _ = token_logprobs(model, batch, 0.7)
         (logprobs * weights.to(logprobs.device)).sum().backward()
@@ -80,7 +80,7 @@ def test_a_batch_on_a_card_brings_nothing_along_from_the_cpu():
     with Cards() as cards, torch.no_grad():
         model = build(MODELS["qwen2"]).to("meta:0")
         switch_on(model, "segments")
-        batch = Batcher(0, 10**9).make(sequences, "meta:0")
+        batch = Batcher(0, packs=True).make(sequences, "meta:0")
         before = cards.copied
         token_logprobs(model, batch, 1.0)
         assert cards.copied - before <= 3 * 8  # three segments, int64; the mask has 64 x 64 numbers

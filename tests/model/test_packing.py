@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from grpo.model.packing import Batcher
 
 ANY = 10**9
-PACKED, PADDED = Batcher(0, longest_packed=ANY), Batcher(0, longest_packed=0)
+PACKED, PADDED = Batcher(0, packs=True), Batcher(0, packs=False)
 EXAMPLE = [([7, 8], [1, 2, 3]), ([7, 8], [4, 5]), ([9], [6])]
 
 
@@ -42,14 +42,6 @@ def test_equal_prompts_are_found_wherever_they_stand_and_whatever_holds_them():
     assert batch.input_ids.tolist() == [[7, 8, 1, 5, 9, 3]]
     assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.predicts.tolist() == [1, 2, 4, 5, 1, 3]
-
-
-def test_a_sequence_beyond_the_window_is_padded():
-    batcher = Batcher(0, longest_packed=4)
-    assert batcher.make([([1, 2], [3, 4])], "cpu").tree is not None
-    assert batcher.make([([1, 2], [3, 4, 5])], "cpu").tree is None
-    cut = batcher.cut([([1, 2], [3, 4]), ([1, 2], [3, 4, 5]), ([1, 2], [5])], budget=100)
-    assert cut == [[0, 2], [1]]
 
 
 ids = st.integers(0, 9)

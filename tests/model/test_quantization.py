@@ -117,7 +117,7 @@ def test_gradients_are_those_on_the_unpacked_weights(model_folder, kind, tmp_pat
 def test_the_kl_is_0_at_first_and_the_base_is_the_reference(model_folder, tokenizer, kind):
     model, began_with_adapter = quantized(*ALL, *KINDS[kind], model=model_folder)
     own, batcher = LocalReference(model, began_with_adapter), make_batcher(model, 0)
-    assert batcher.longest_packed > 0
+    assert batcher.packs
     make_sampler(model, tokenizer, 8)  # raises where the log-probs that are drawn with are not those of the loss
     served = load_reference(ServerConfig(model_name_or_path=str(model_folder), quantization="4bit"), CPU)
     with torch.no_grad():

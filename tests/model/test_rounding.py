@@ -120,7 +120,7 @@ def test_sound_models_pass_every_trial_whatever_rounding_does(few, monkeypatch, 
     for seed in few(range(100), 6):
         model = noisy_model(seed)
         Head.check(model)
-        assert make_batcher(model, 0).longest_packed > 0, seed
+        assert make_batcher(model, 0).packs, seed
         make_sampler(model, tokenizer, 8)
 
 
@@ -165,7 +165,7 @@ def test_what_a_card_loses_is_a_warning(caplog):
         caplog.clear()
         with Cards():
             counting_on(model := build(CONFIGS["qwen2"]).to(device))
-            assert make_batcher(model, 0).longest_packed == 0
+            assert not make_batcher(model, 0).packs
         (record,) = [record for record in caplog.records if record.name == "grpo.model.trial"]
         assert "again: Qwen2ForCausalLM gives other log-probs in packed batches" in record.getMessage()
         assert record.levelname == level
@@ -175,7 +175,7 @@ def test_an_attention_that_does_not_run_is_named(caplog, monkeypatch):
     """As on a card whose torch has no varlen_attn, or another one."""
     caplog.set_level(logging.INFO, logger="grpo")
     monkeypatch.setattr(trial, "variants_for", lambda model: ["varlen", "segments"])
-    assert make_batcher(build(CONFIGS["qwen2"]), 0).longest_packed > 0
+    assert make_batcher(build(CONFIGS["qwen2"]), 0).packs
     first, second = [record for record in caplog.records if record.name == "grpo.model.trial"]
     found = "attention over packed batches goes a slower way than varlen: Qwen2ForCausalLM takes no packed batch ("
     assert first.levelname == "WARNING" and first.getMessage().startswith(found)

@@ -38,7 +38,7 @@ MODELS = {name: CONFIGS[name] for name in ("llama", "mistral, sliding window", "
 
 def drawn(model, tokenizer) -> list[tuple[list[int], list[float]]]:
     switch_on(model, "segments")
-    sampler = ContinuousSampler(model, tokenizer, [*range(20, 26)], 16, 5, longest_packed=2**31)
+    sampler = ContinuousSampler(model, tokenizer, [*range(20, 26)], 16, 5)
     groups = sampler.sample(EXAMPLES, 4, 1.0, seed=2)
     return [(rollout.completion_ids, rollout.sampling_logprobs) for rollouts in groups for rollout in rollouts]
 

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 import torch
-from models import CONFIGS, PADDED, SMALL, build, by_hand
+from models import CONFIGS, PADDED, SHARP, SMALL, build, by_hand
 from rounding import assert_rounded
-from transformers import MistralConfig
+from transformers import MistralConfig, Qwen2Config, Qwen2MoeConfig
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
@@ -30,20 +30,20 @@ def test_the_log_says_once_which_path_runs_and_why(name, caplog):
     (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.model.trial"]
     if name in PADDED_BECAUSE:
         assert line.startswith("log-probs in padded batches, which ") and f"again: {PADDED_BECAUSE[name]}" in line
-        assert batcher.longest_packed == 0
+        assert not batcher.packs
     else:
-        window = " up to 8 tokens a sequence, its attention's window" if name in WINDOWED else ""
-        assert line == f"log-probs in packed batches, each prompt once (segments){window}"
-        assert batcher.longest_packed == (8 if window else 2**31 - 1)
+        assert line == "log-probs in packed batches, each prompt once (segments)" and batcher.packs
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2, softcapped", "mistral, sliding window"])
-def test_long_segments_are_cut_into_rows_without_a_seam(name):
-    """Prompts and completions below, at and above the rows of one attention call, values and gradients."""
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("qwen2", None), *((name, window) for name in WINDOWED for window in (1, 8, 256, 300, 1024))],
+)
+def test_long_segments_are_cut_into_rows_without_a_seam(name, window):
+    """Prompts and completions below, at and above the rows of one attention call and its window, values and
+    gradients."""
     config = copy.deepcopy(CONFIGS[name])
-    config.max_position_embeddings = 1024
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = 1024
+    config.max_position_embeddings, config.sliding_window = 1024, window
     model = build(config)
     draw = torch.Generator().manual_seed(1)
 
@@ -66,16 +66,28 @@ def test_long_segments_are_cut_into_rows_without_a_seam(name):
     assert_rounded((own_gradient - its_gradient).norm() / its_gradient.norm(), 0.0)
 
 
-def test_a_window_hides_nothing_from_a_sequence_that_fits_it_and_longer_ones_are_padded():
+def test_a_group_sees_what_the_window_shows():
+    """By transformers' own masks, one sequence at a time; and the trial leaves the window as it was."""
     model = build(MistralConfig(**SMALL, sliding_window=12, initializer_range=0.3))
     batcher = make_batcher(model, 0)
-    fits, beyond = ([5, 6, 7, 8], [9] * 8), ([5, 6, 7, 8], [9] * 9)
-    assert batcher.cut([fits, beyond, fits], 100) == [[0, 2], [1]]
+    assert model.config.sliding_window == 12
+    sequences = [([5, 6, 7, 8], [9] * length) for length in (8, 9, 30)]
     with torch.no_grad():
-        for one in (fits, beyond):
-            batch = batcher.make([one], "cpu")
-            assert (batch.tree is None) == (one is beyond)
-            assert_rounded(token_logprobs(model, batch, 1.0)[0], by_hand(model, [one], 1.0)[0])
+        batch = batcher.make(sequences, "cpu")
+        assert batch.tree is not None
+        expected = torch.cat([by_hand(model, [one], 1.0)[0] for one in sequences])
+        assert_rounded(token_logprobs(model, batch, 1.0)[0], expected)
+        model.config.sliding_window = 13
+        assert (token_logprobs(model, batch, 1.0)[0] - expected).abs().max() > 1e-3
+
+
+def test_a_model_that_keeps_its_window_from_the_attention_is_padded(caplog):
+    caplog.set_level(logging.INFO, logger="grpo")
+    windows = dict(use_sliding_window=True, sliding_window=4096, layer_types=["sliding_attention", "full_attention"])
+    experts = dict(moe_intermediate_size=48, shared_expert_intermediate_size=48, num_experts=4)
+    assert make_batcher(build(Qwen2Config(**SHARP, **windows)), 0).packs
+    assert not make_batcher(build(Qwen2MoeConfig(**SHARP, **windows, **experts)), 0).packs
+    assert "Qwen2MoeForCausalLM gives other log-probs in packed batches" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2, softcapped"])
@@ -114,7 +126,7 @@ def test_the_variants_agree_on_a_gpu(variant):
     model.to(torch.bfloat16)
     padded = results(PADDED)
     switch_on(model, variant)
-    packed = results(Batcher(0, 10**9))
+    packed = results(Batcher(0, packs=True))
     for right, rounded, ours in zip(exact, padded, packed, strict=True):
         assert (ours - right).norm() <= 3 * (rounded - right).norm()
 
@@ -122,7 +134,7 @@ def test_the_variants_agree_on_a_gpu(variant):
 def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=None):
     """What flash attention computes, a segment at a time in float64. [tokens, heads, d] each."""
     repeat = query.shape[1] // key.shape[1]
-    assert window_size == (-1, 0) and enable_gqa in (None, repeat > 1)  # torch 2.11 is not told
+    assert window_size[1] == 0 and enable_gqa in (None, repeat > 1)  # torch 2.11 is not told
     key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
     outputs = []
     for place in range(len(cu_seq_q) - 1):
@@ -130,17 +142,19 @@ def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
         keys, values = (states[cu_seq_k[place] : cu_seq_k[place + 1]].double() for states in (key, value))
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
+        if window_size[0] >= 0:
+            seen = seen.triu(len(keys) - len(queries) - window_size[0])
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outputs).to(query.dtype)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2, learned positions"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2, learned positions", "mistral, sliding window"])
 def test_what_varlen_is_given_is_what_segments_compute(name, monkeypatch):
     """The kernel itself needs a card; the order of keys, the lengths and the grouped heads do not."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
     model = build(CONFIGS[name])
-    batch = Batcher(0, 10**9).make(GROUPS, "cpu")
+    batch = Batcher(0, packs=True).make(GROUPS, "cpu")
     logprobs = {}
     for variant in ("segments", "varlen"):
         switch_on(model, variant)

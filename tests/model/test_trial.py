@@ -128,14 +128,14 @@ def test_a_model_that_cannot_recompute_is_refused():
     model = build(JetMoeConfig(**small, kv_channels=8, num_local_experts=2, num_experts_per_tok=1))
     with pytest.raises(ConfigError, match="gradient_checkpointing=True: JetMoeForCausalLM does not know how to"):
         checkpoint_activations(model)
-    assert make_batcher(model, 0).longest_packed > 0  # and without it all is well
+    assert make_batcher(model, 0).packs  # and without it all is well
 
 
 def test_layers_that_are_others_while_they_recompute_are_refused():
     model = build(CONFIGS["llama"])
     layer = model.model.layers[0]
     layer.register_forward_hook(lambda layer, _, output: output + layer.training)
-    assert make_batcher(model, 0).longest_packed > 0
+    assert make_batcher(model, 0).packs
     checkpoint_activations(model)
     with pytest.raises(ConfigError, match="gradient_checkpointing=True: LlamaForCausalLM gives other log-probs "):
         make_batcher(model, 0)
@@ -156,7 +156,7 @@ def test_a_model_that_does_not_leave_out_padding_is_not_sampled_from(dtype, toke
     model = build(RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=64)).to(dtype)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.5)
-    assert make_batcher(model, 0).longest_packed == 0  # a server may still score with it
+    assert not make_batcher(model, 0).packs  # a server may still score with it
     with pytest.raises(ConfigError, match="RwkvForCausalLM draws tokens with other log-probs .*: use another model"):
         make_sampler(model, tokenizer, 8)
 
@@ -198,23 +198,23 @@ def test_too_little_memory_says_nothing_about_the_model(trial, tokenizer, monkey
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
     model = build(CONFIGS["qwen2"])
-    longest_packed = make_batcher(model, 0).longest_packed
+    packs = make_batcher(model, 0).packs
     monkeypatch.setitem(tree_attention.VARIANTS, "segments", no_room)
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         if trial == "packed":
             make_batcher(model, 0)
         else:
             switch_on(model, "segments")
-            make_sampler(model, tokenizer, 8, longest_packed=longest_packed)
+            make_sampler(model, tokenizer, 8, packs=packs)
 
 
 def test_equal_log_probs_with_other_gradients_are_not_packed(caplog):
     """Doge's masks begin as ones: only the gradient of what makes them tells that a packed batch leaves them out."""
     caplog.set_level(logging.INFO, logger="grpo")
     model = build(DogeConfig(**SMALL, initializer_range=0.3))
-    assert make_batcher(model, 0).longest_packed == 0
+    assert not make_batcher(model, 0).packs
     assert "DogeForCausalLM gives other gradients in packed batches" in caplog.text
-    assert make_batcher(model.requires_grad_(False), 0).longest_packed > 0  # a server takes none
+    assert make_batcher(model.requires_grad_(False), 0).packs  # a server takes none
 
 
 def test_positions_that_depend_on_a_batchs_longest_row_are_used_up_to_where_they_begin_to(tmp_path):

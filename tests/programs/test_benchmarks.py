@@ -29,7 +29,7 @@ from grpo.model.packing import Batcher
 def test_the_counted_rows_are_those_that_are_fed():
     work = groups(3, 4, (5, 20), (2, 30), seed=1, vocabulary=50)
     sequences = [(prompt, completion) for prompt, completions in work for completion in completions]
-    packed = Batcher(0, longest_packed=10**6).make(sequences, "cpu")
+    packed = Batcher(0, packs=True).make(sequences, "cpu")
     counted = prompt_once(work)
     assert counted.rows == packed.input_ids.numel() and counted.head_rows == len(packed.targets)
     seen = sum(keys - new for keys, new in zip(packed.tree.key_lengths, packed.tree.segments, strict=True))

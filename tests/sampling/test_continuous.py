@@ -26,8 +26,8 @@ LENGTH, COPIES = 20, 3
 NEVER = [10**6]
 
 
-def continuous(model, tokenizer, eos=ENDS, rows=64, longest_packed=2**31) -> ContinuousSampler:
-    return ContinuousSampler(model, tokenizer, eos, LENGTH, rows, longest_packed=longest_packed)
+def continuous(model, tokenizer, eos=ENDS, rows=64) -> ContinuousSampler:
+    return ContinuousSampler(model, tokenizer, eos, LENGTH, rows)
 
 
 def ids_of(groups) -> list[list[int]]:
@@ -53,7 +53,7 @@ ARCHITECTURES = [
 def test_every_architecture_draws_the_tokens_of_generate(name, tokenizer):
     model = random_model(name)
     batcher = make_batcher(model, 0)
-    full = make_sampler(model, tokenizer, LENGTH, rows=4, longest_packed=batcher.longest_packed)
+    full = make_sampler(model, tokenizer, LENGTH, rows=4, packs=batcher.packs)
     assert type(full) is ContinuousSampler
     full.eos_token_ids = ENDS
     plain = LocalSampler(model, tokenizer, ENDS, LENGTH)
@@ -64,13 +64,42 @@ def test_every_architecture_draws_the_tokens_of_generate(name, tokenizer):
     assert_rounded(logprobs_of(groups), scored(model, groups, 0.8))
 
 
+WINDOWED = [
+    *("cohere2", "exaone4", "gemma2", "gemma3_text", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2"),
+    *("qwen3", "smollm3", "starcoder2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", WINDOWED)
+def test_tokens_beyond_a_window_are_those_of_generate(name, tokenizer):
+    windows = dict(sliding_window=6, use_sliding_window=True)
+    if name in ("qwen2", "qwen3", "smollm3"):
+        windows["layer_types"] = ["sliding_attention", "full_attention"]
+    model = random_model(name, **windows)
+    full = make_sampler(model, tokenizer, LENGTH, rows=4, packs=make_batcher(model, 0).packs)
+    assert type(full) is ContinuousSampler
+    full.eos_token_ids = ENDS
+    groups, expected = (
+        sampler.sample(EXAMPLES, COPIES, 0.8, seed=1)
+        for sampler in (full, LocalSampler(model, tokenizer, ENDS, LENGTH))
+    )
+    assert ids_of(groups) == ids_of(expected)
+    assert_rounded(logprobs_of(groups), logprobs_of(expected))
+    packed_ones = scored(model, groups, 0.8, batcher=make_batcher(model, 0))
+    assert_rounded(packed_ones, scored(model, groups, 0.8))
+    model.config.sliding_window = 7
+    assert (scored(model, groups, 0.8) - packed_ones).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("look_every", [1, 6])
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 64])
 def test_what_is_beside_a_row_changes_nothing(tokenizer, rows, look_every):
     """Rows that end, move, and are taken by the next completion, against one row at a time."""
     model = packed(build(CONFIGS["qwen2"]))
     alone = continuous(model, tokenizer, rows=1).sample(EXAMPLES, COPIES, 1.0, 3, ids=[4, 9, 2, 7, 5])
-    sampler = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows, longest_packed=2**31, look_every=look_every)
+    sampler = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows, look_every=look_every)
     handed = []
     groups = sampler.sample(EXAMPLES, COPIES, 1.0, 3, on_groups=handed.append, ids=[4, 9, 2, 7, 5])
     assert sorted(group for ended in handed for group in ended.items()) == [*enumerate(groups)]
@@ -90,7 +119,7 @@ def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, m
     monkeypatch.setattr(
         SharedCache, "step", lambda cache, shape, *state: (shapes.append(shape), step(cache, shape, *state))
     )
-    options = dict(longest_packed=2**31, look_every=look_every)
+    options = dict(look_every=look_every)
     plain, few = (
         ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, graphs=graphs, **options)
         for graphs in (None, StepGraphs)
@@ -113,9 +142,7 @@ def test_replayed_steps_draw_the_same_tokens(name, dtype, tokenizer):
     model = packed(random_model(name).to(dtype))
     replayed, recorded = Taped.replayed, []
     for graphs in (StepGraphs, Taped):
-        sampler = ContinuousSampler(
-            model, tokenizer, RARE_ENDS, LONG, 7, longest_packed=2**31, look_every=4, graphs=graphs
-        )
+        sampler = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, look_every=4, graphs=graphs)
         groups = [sampler.sample(EXAMPLES, COPIES, 0.8, seed=seed) for seed in range(2)]
         recorded.append([(ids_of(drawn), logprobs_of(drawn)) for drawn in groups])
     assert recorded[0] == recorded[1] and Taped.replayed > replayed + 100
@@ -140,7 +167,7 @@ def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokeniz
 
     monkeypatch.setattr(StepGraphs, "run", run_on_card)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # the cards are not made for it
-    options = dict(longest_packed=2**31, look_every=4, graphs=StepGraphs)
+    options = dict(look_every=4, graphs=StepGraphs)
     expected = continuous(packed(build(CONFIGS["qwen2"])), tokenizer).sample(EXAMPLES, COPIES, 0.8, seed=1)
     with Cards():
         model = build(CONFIGS["qwen2"]).to("meta:0")
@@ -154,18 +181,18 @@ def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokeniz
 def test_recorded_steps_draw_the_same_tokens_on_a_gpu(name, tokenizer, monkeypatch):
     model, replays, replay = random_model(name).to("cuda"), [], torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph)))
-    longest_packed = make_batcher(model, 0).longest_packed
-    full = make_sampler(model, tokenizer, LONG, rows=7, longest_packed=longest_packed)
+    packs = make_batcher(model, 0).packs
+    full = make_sampler(model, tokenizer, LONG, rows=7, packs=packs)
     assert type(full) is ContinuousSampler and len(replays) == 4
     full.eos_token_ids = RARE_ENDS
-    plain = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, longest_packed=longest_packed)
+    plain = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7)
     for temperature in (0.8, 1.3):
         groups, expected = (sampler.sample(EXAMPLES, COPIES, temperature, seed=1) for sampler in (full, plain))
         assert ids_of(groups) == ids_of(expected)
         assert_rounded(logprobs_of(groups), logprobs_of(expected), FEW_BITS)
     assert len(replays) > 10 * len(set(map(id, replays)))
     replays.clear()
-    without = make_sampler(model, tokenizer, LONG, rows=7, longest_packed=longest_packed, cuda_graphs=False)
+    without = make_sampler(model, tokenizer, LONG, rows=7, packs=packs, cuda_graphs=False)
     assert type(without) is ContinuousSampler and without.greedy(EXAMPLES) and replays == []
 
 
@@ -173,7 +200,7 @@ def test_recorded_steps_draw_the_same_tokens_on_a_gpu(name, tokenizer, monkeypat
 def test_a_model_that_waits_for_its_gpu_is_sampled_without_graphs(tokenizer, caplog):
     model = random_model("gemma2").to("cuda")  # its layers are called: Qwen2's token pass reads their weights
     model.model.layers[0].register_forward_hook(lambda layer, inputs, output: output[0].sum().item() and None)
-    sampler = make_sampler(model, tokenizer, LENGTH, longest_packed=make_batcher(model, 0).longest_packed)
+    sampler = make_sampler(model, tokenizer, LENGTH, packs=make_batcher(model, 0).packs)
     assert type(sampler) is ContinuousSampler
     (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.sampling.self_check"]
     assert line.startswith("sampling goes a slower way, without CUDA graphs: Gemma2ForCausalLM cannot draw tokens")
@@ -219,7 +246,7 @@ def test_completions_are_cut_at_their_length_and_at_their_first_end(tokenizer, l
     model = packed(build(CONFIGS["qwen2"]))
     for eos in (NEVER, ENDS, [*range(64)]):
         arguments = model, tokenizer, eos, length, 4
-        full = ContinuousSampler(*arguments, longest_packed=2**31, look_every=look_every)
+        full = ContinuousSampler(*arguments, look_every=look_every)
         expected = LocalSampler(*arguments).sample(EXAMPLES, 2, 1.0, 5)
         drawn = full.sample(EXAMPLES, 2, 1.0, 5)
         assert ids_of(drawn) == ids_of(expected)
@@ -260,7 +287,7 @@ def test_with_lora_and_layers_that_recompute(tokenizer):
 
 def test_a_model_that_draws_something_else_falls_back_and_says_so(tokenizer, caplog):
     model = random_model("diffllama")
-    sampler = make_sampler(model, tokenizer, LENGTH, longest_packed=make_batcher(model, 0).longest_packed)
+    sampler = make_sampler(model, tokenizer, LENGTH, packs=make_batcher(model, 0).packs)
     assert type(sampler) is LocalSampler
     (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.sampling.self_check"]
     assert line.startswith("sampling goes a slower way, by transformers' generate: DiffLlamaForCausalLM draws tokens")

@@ -41,7 +41,7 @@ def family(request, tmp_path_factory):
     tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
     batcher = make_batcher(model, tokenizer.pad_token_id, load_processor(config, model.config, tokenizer))
     # 16 rows are fewer than there are completions: they are filled again.
-    chosen = make_sampler(model, tokenizer, LENGTH, 16, batcher.longest_packed, batcher.vision)
+    chosen = make_sampler(model, tokenizer, LENGTH, 16, batcher.packs, batcher.vision)
     generate = make_sampler(model, tokenizer, LENGTH, 16, 0, batcher.vision)
     assert isinstance(chosen, ContinuousSampler) and isinstance(generate, LocalSampler)
     plain = Plain(folder)

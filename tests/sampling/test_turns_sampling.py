@@ -39,7 +39,7 @@ def qwen():
 
 
 def continuous(model, tokenizer, turns, rows=64, length=LENGTH, **options) -> ContinuousSampler:
-    return ContinuousSampler(model, tokenizer, ENDS, length, rows, None, turns, longest_packed=2**31, **options)
+    return ContinuousSampler(model, tokenizer, ENDS, length, rows, None, turns, **options)
 
 
 def plain(model, tokenizer, turns, rows=64, length=LENGTH) -> LocalSampler:
@@ -412,18 +412,19 @@ def test_a_stream_is_one_segment(qwen, tokenizer):
 
 def test_the_choice_at_the_start_hands_turns_on(tokenizer):
     model = build(CONFIGS["qwen2"])
-    for longest_packed, kind in ((make_batcher(model, 0).longest_packed, ContinuousSampler), (0, LocalSampler)):
+    for packs, kind in ((make_batcher(model, 0).packs, ContinuousSampler), (False, LocalSampler)):
         turns = Scripted([2])
-        sampler = make_sampler(model, tokenizer, 6, 4, longest_packed, turns=turns)
+        sampler = make_sampler(model, tokenizer, 6, 4, packs, turns=turns)
         assert type(sampler) is kind and not turns.dialogues
         sampler.sample(EXAMPLES, 1, 1.0, 3)
         assert len(turns.dialogues) == 5 and turns.alive() == 0
 
 
-def test_what_is_longer_than_a_window_is_left_to_generate_with_its_turns(tokenizer):
-    model = build(CONFIGS["mistral, sliding window"])
-    full = ContinuousSampler(model, tokenizer, ENDS, LENGTH, 6, None, Scripted(ENDS), longest_packed=8)
+@pytest.mark.parametrize("name", ["mistral, sliding window", "gemma2, softcapped"])
+def test_what_is_longer_than_a_window_has_turns_too(name, tokenizer):
+    model = packed(build(CONFIGS[name]))
     groups, expected = (
-        sampler.sample(EXAMPLES, 3, 1.0, 1) for sampler in (full, plain(model, tokenizer, Scripted(ENDS), 6))
+        kind(model, tokenizer, Scripted(ENDS), 6).sample(EXAMPLES, 3, 1.0, 1) for kind in (continuous, plain)
     )
+    assert_rounded(logprobs_of(groups), logprobs_of(expected))
     assert ids_of(groups) == ids_of(expected) and any(not all(drawn) for _, drawn in ids_of(groups))

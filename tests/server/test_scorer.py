@@ -77,7 +77,7 @@ class Desk:
     @torch.no_grad()
     def exact(self, prompt, completions, temperature=1.0) -> np.ndarray:
         """One padded sequence at a time, by a model of the same weights without the hook."""
-        alone = Batcher(0, longest_packed=0)
+        alone = Batcher(0, packs=False)
         batches = [alone.make([(prompt, completion)], "cpu") for completion in completions]
         return torch.cat([token_logprobs(self.plain, batch, temperature)[0] for batch in batches]).numpy()
 
@@ -285,7 +285,7 @@ def test_a_cancelled_request_that_waits_is_not_computed_and_its_room_is_free():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("exchange", [False, True])
 def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(deterministic, exchange):
-    queue = FairQueue(Batcher(0, longest_packed=0), 20, 1000, 100, deterministic)
+    queue = FairQueue(Batcher(0, packs=False), 20, 1000, 100, deterministic)
     lost = queue.submit(LogprobsRequest.of([5, 6], [[7] * 8] * 6, 1.0), "a")
     begun = queue.take()
     assert 0 < len(begun) < 6

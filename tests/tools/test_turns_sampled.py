@@ -34,7 +34,7 @@ LENGTH = 60
 @pytest.fixture(scope="module")
 def policy(model):
     policy = copy.deepcopy(model)  # what a batcher sets is for these tests
-    assert make_batcher(policy, 0).longest_packed > 0
+    assert make_batcher(policy, 0).packs
     return policy
 
 
@@ -47,8 +47,7 @@ def sampled(policy, tmp_path):
         # A model that has learnt nothing rarely ends a turn, so many ids end one.
         talks = Talks(tmp_path, CODE, None, range(100, 130), environment="Echo", **settings)
         started.append(talks.turns)
-        more = {"longest_packed": 2**31} if kind is ContinuousSampler else {}
-        sampler = kind(policy, talks.tokenizer, talks.ends, LENGTH, rows, None, talks.turns, **more)
+        sampler = kind(policy, talks.tokenizer, talks.ends, LENGTH, rows, None, talks.turns)
         examples = [
             Example(i, "", ids_of(talks.tokenizer, "ask" * (i + 1), ends=False), row) for i, row in enumerate(columns)
         ]

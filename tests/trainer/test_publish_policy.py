@@ -210,7 +210,7 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     model.save_pretrained(tmp_path / "saved")
     adapter = load_file(tmp_path / "saved/adapter_model.safetensors")
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    sampler = make_sampler(model, tokenizer, run.max_completion_length, 4, batcher.longest_packed)
+    sampler = make_sampler(model, tokenizer, run.max_completion_length, 4, batcher.packs)
     (rollouts,) = sampler.sample([Example(7, "", [5, 6, 7], {})], run.num_generations, 0.8, run.seed, ids=[7])
     publisher.wait()
     assert (publisher.write_base()[1], model_files(model, tokenizer)) == (base, packed)  # a resumed run's are the same

@@ -93,7 +93,7 @@ def test_sampling_holds_as_much_for_four_times_as_many_completions(graphs):
     shape, rows, copies, tokens = qwen(2, 512, **SMALL), 8, 4, 48
     model, peaks = random_model(shape), []
     switch_on(model, "segments")
-    sampler = ContinuousSampler(model, NoText(), [512], tokens, rows, longest_packed=2**31, graphs=graphs)
+    sampler = ContinuousSampler(model, NoText(), [512], tokens, rows, graphs=graphs)
     for prompts in (4, 16):
         examples = [Example(place, "", [3 + place] * 64, {}) for place in range(prompts)]
         with LiveTensors(model) as live:
@@ -113,7 +113,7 @@ def test_sampling_with_long_answers_holds_what_is_predicted(sampler):
     switch_on(model, "segments")
     turns = Scripted(ends, lambda drawn, turn: [7] * 250 if turn == 0 else None)
     arguments = model, NoText(), ends, tokens, rows, None, turns
-    drawing = LocalSampler(*arguments) if sampler == "generate" else ContinuousSampler(*arguments, longest_packed=2**31)
+    drawing = LocalSampler(*arguments) if sampler == "generate" else ContinuousSampler(*arguments)
     with LiveTensors(model) as live:
         drawing.sample([Example(place, "", [3 + place] * 16, {}) for place in range(2)], 4, 1.0, seed=0)
     settings = dict(num_generations=4, sequences_per_generate=rows, sampler=sampler, max_completion_length=tokens)

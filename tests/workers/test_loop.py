@@ -69,7 +69,7 @@ def working(pool, folder, engine, **settings):
 def sampling(trainer: Trainer, turns=None):
     """Return what draws a task's rollouts in this process, as the trainer would."""
     run, batcher = trainer.run, make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
-    sizes = run.max_completion_length, 64, batcher.longest_packed
+    sizes = run.max_completion_length, 64, batcher.packs
     sampler = make_sampler(trainer.model, trainer.tokenizer, *sizes, turns=turns)
 
     def draw(task: Task) -> list[Rollout]:
