@@ -16,7 +16,8 @@ ranks       an all-reduce between two cards, where there are two.
 train       ref_server.py and grpo_ref_split.py together on the card: simple_GRPO's 60 steps, its published time beside.
 
 bash benchmarks/real.sh runs three more (benchmarks/gpu_real.py): sums, what make demo-real trains; shapes, five steps
-of Qwen2.5-1.5B, 3B and 7B; gsm8k, 500 steps of SmolLM2-135M-Instruct.
+of Qwen2.5-1.5B, 3B and 7B; gsm8k, 500 steps of SmolLM2-135M-Instruct. bash benchmarks/gpu.sh first asks what to know
+first of a card (benchmarks/gpu_first.py): tests, the tests that need one; demo, make demo on it, killed and resumed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import gpu_real
+from benchmarks import gpu_first, gpu_real
 from benchmarks.arithmetic import Work, each_alone, prompt_once
 from benchmarks.card import CUDA, DEVICE, Clock, Tables, bandwidth, card_peak, free, peak_of, synchronize, where
 from benchmarks.common import LARGE_SHAPES, REPOSITORY, SHAPES, TINY, Group, groups, qwen, random_model, spread
@@ -64,6 +65,7 @@ def main() -> None:
     parts = {"packed": packed, "memory": memory, "generate": generate, "ranks": ranks, "train": train_both}
     for part in (gpu_real.sums, gpu_real.shapes, gpu_real.gsm8k):
         parts[part.__name__] = partial(part, build)
+    parts |= {"tests": gpu_first.tests, "demo": gpu_first.demo}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=parts, required=True)
     parser.add_argument("--seconds", type=float, default=300.0, help="begin nothing new after so many")

@@ -5,17 +5,19 @@
 #   bash benchmarks/gpu.sh                 the tables go to stdout and to a Markdown file, and as JSON beside it
 #   bash benchmarks/gpu.sh --out FILE.md   ... to this file
 #   bash benchmarks/gpu.sh --tiny          tiny shapes, without a GPU too: tries the script out
+#   bash benchmarks/gpu.sh first           a new kind of card: its tests, the demo and a resume, then speed and memory
 #
 # PYTHON chooses the interpreter; OUT, if set, the folder of the files; PARTS, if set, the parts and their seconds.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-tiny=() file=""
+tiny=() file="" parts="packed:120 memory:150 generate:70 ranks:40 train:210"
 while [ $# -gt 0 ]; do
     case $1 in
         --tiny) tiny=(--tiny) ;;
+        first) parts="tests:90 demo:150 generate:70 shapes:280" ;;
         --out) file=${2:?--out needs a file}; shift ;;
-        *) echo "usage: bash benchmarks/gpu.sh [--tiny] [--out FILE.md]" >&2; exit 2 ;;
+        *) echo "usage: bash benchmarks/gpu.sh [first] [--tiny] [--out FILE.md]" >&2; exit 2 ;;
     esac
     shift
 done
@@ -27,7 +29,7 @@ rm -f "$json"
 
 {
     echo "# ${card:-no GPU}, $(date +%Y-%m-%d)"
-    for part in ${PARTS:-packed:120 memory:150 generate:70 ranks:40 train:210}; do
+    for part in ${PARTS:-$parts}; do
         limit=${part#*:}
         # The part is told to begin nothing new 20 s before it is ended.
         timeout --kill-after=5 "$limit" "$python" -m benchmarks.gpu --part "${part%:*}" --seconds $((limit - 20)) \

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,11 +107,21 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
-def run(words: list[str], folder: Path, clock: Clock) -> list[dict]:
-    """Run `grpo launch words` for as long as there is time; return the metrics, none if it failed."""
-    log = folder / "log"
+def run(words: list[str], folder: Path, clock: Clock, killed_after: int = 0) -> list[dict]:
+    """Run `grpo launch words` for as long as there is time; return the metrics, none if it failed. Kill all its
+    processes after the step `killed_after`, if that is not 0, and let it continue from its last checkpoint."""
+    log, metrics = folder / "log", folder / "run/metrics.jsonl"
     shutil.rmtree(folder / "run", ignore_errors=True)
     with open(log, "w") as output:
+        if killed_after:
+            killed = subprocess.Popen(
+                [*LAUNCH, *words], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            while clock.left() > 0 and killed.poll() is None and not has_done(metrics, killed_after):
+                time.sleep(0.1)
+            os.killpg(killed.pid, signal.SIGKILL)
+            killed.wait()
+            words = [*words, "--port", str(free_port()), "--resume_from_checkpoint", "last"]
         process = subprocess.Popen([*LAUNCH, *words], stdout=output, stderr=subprocess.STDOUT)
     try:
         code = process.wait(max(1.0, clock.left()))
@@ -122,7 +134,11 @@ def run(words: list[str], folder: Path, clock: Clock) -> list[dict]:
     if code != 0:
         print(f"\nended with code {code}:\n" + "\n".join(log.read_text().splitlines()[-30:]), flush=True)
         return []
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def has_done(metrics: Path, step: int) -> bool:
+    return metrics.exists() and f'"step": {step},' in metrics.read_text()
 
 
 def promised(words: list[str]) -> float:

@@ -109,9 +109,10 @@ def test_a_model_generates_and_saves_as_before(name, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("variant", ["varlen", "segments"])
-def test_the_variants_agree_on_a_gpu(variant):
+@pytest.mark.parametrize("name", ["qwen2", "mistral, sliding window"])
+def test_the_variants_agree_on_a_gpu(name, variant):
     """In bfloat16 as close to padded batches as those are to float32, log-probs and gradients, up to three times."""
-    model = build(CONFIGS["qwen2"]).to("cuda")
+    model = build(CONFIGS[name]).to("cuda")
     # The long group's masks are cut at odd places.
     long = [5, 6, 7] * 41
     sequences = [*GROUPS, (long, [8] * 99), (long, [9] * 70)]

@@ -108,14 +108,18 @@ def test_a_benchmark_runs(name):
 @pytest.mark.rare
 @pytest.mark.parametrize(
     ("script", "parts"),
-    [("gpu", ["packed", "memory", "generate", "ranks", "train"]), ("real", ["sums", "shapes", "gsm8k"])],
+    [
+        ("gpu.sh", ["packed", "memory", "generate", "ranks", "train"]),
+        ("gpu.sh first", ["tests", "demo", "generate", "shapes"]),
+        ("real.sh", ["sums", "shapes", "gsm8k"]),
+    ],
 )
 def test_a_benchmark_for_cards_goes_through_all_its_parts_without_one(script, parts, tmp_path):
     """Everything that will run on a card runs here too, tiny."""
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = ENVIRONMENT | {"PYTHON": sys.executable, "PATH": path}
     out = tmp_path / "out.md"
-    command = ["bash", f"benchmarks/{script}.sh", "--tiny", "--out", str(out)]
+    command = ["bash", *f"benchmarks/{script}".split(), "--tiny", "--out", str(out)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("failed", "not measured", "ended with code", "Traceback"):
