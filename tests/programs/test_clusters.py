@@ -1,0 +1,141 @@
+"""A run that SLURM and Ray start on two simulated nodes, and take from them on the way, has the numbers of two ranks
+that nothing disturbs. `make test-clusters` installs Ray; SLURM is the package slurm-wlm of Debian."""
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
+from servers import wait_until
+from trainer_runs import OPTIONS, check_alike, options
+
+pytestmark = [pytest.mark.rare, pytest.mark.timeout(600)]
+STEPS = 40
+ON_CPUS = ENVIRONMENT | {"PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs=2 RealMemory=4000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(model_folder, data_folder, letters, tmp_path_factory) -> Path:
+    """A file of settings for the server and the trainer."""
+    words = options(model_folder, data_folder, "", **OPTIONS | {"max_steps": STEPS, "eval_steps": STEPS})
+    pairs = (word.removeprefix("--").partition("=") for word in words if word != "--no_gradient_checkpointing")
+    values = {name: yaml.safe_load(value) if value else True for name, _, value in pairs if name != "output_dir"}
+    values |= {"reward_funcs": letters[1:], "gradient_checkpointing": False, "deterministic": True}
+    path = tmp_path_factory.mktemp("settings") / "settings.yaml"
+    path.write_text(yaml.safe_dump(values | {"ref_startup_timeout": 120}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    words = ["--nproc_per_node", "2", "--config", settings, "--port", free_port(), "--output_dir", run]
+    done = run_python("-m", "grpo.launch", *words, environment=ON_CPUS)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def steps_of(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@pytest.fixture
+def slurm(tmp_path) -> Iterator[dict[str, str]]:
+    """The environment in which SLURM's commands reach a cluster of two nodes."""
+    if shutil.which("slurmctld") is None:
+        pytest.skip("SLURM is not installed: apt-get install slurm-wlm")
+    folder = tmp_path / "slurm"
+    (folder / "state").mkdir(parents=True)
+    names = {"host": socket.gethostname(), "user": getpass.getuser(), "folder": folder}
+    (folder / "slurm.conf").write_text(CONFIG.format(port=free_port(), ports=(free_port(), free_port()), **names))
+    environment = ON_CPUS | {"SLURM_CONF": str(folder / "slurm.conf")}
+    with ExitStack() as stack, open(folder / "log", "w") as log:
+        for words in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+            process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        wait_until(lambda: subprocess.run(["srun", "-N2", "true"], env=environment, timeout=60).returncode == 0)
+        yield environment
+        subprocess.run(["scancel", "--user", getpass.getuser()], env=environment, check=True)
+
+
+def test_slurm_takes_nodes_away_and_gives_them_back(slurm, settings, undisturbed, tmp_path):
+    def ask(*words: object) -> str:
+        done = subprocess.run(map(str, words), env=slurm, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def state() -> str:
+        return ask("scontrol", "show", "job", job).partition("JobState=")[2].split()[0]
+
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = ["--parsable", "--nodes=2", f"--output={log}", "examples/slurm.sbatch", settings, "--output_dir", run]
+    job = ask("sbatch", *words)
+    preempt, time_is_over = ["scontrol", "requeue", job], ["scancel", "--signal=TERM", "--batch", job]
+    for step, command in ((4, preempt), (16, time_is_over)):
+        wait_until(lambda step=step: steps_of(run) > step, seconds=120)
+        ask(*command)
+        wait_until(lambda: state() == "PENDING", seconds=60)
+        assert any(run.glob("checkpoint-*")), log.read_text()
+        ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"), seconds=180)
+    assert state() == "COMPLETED", log.read_text()
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 3
+    check_alike(run, undisturbed)
+    assert not list(REPOSITORY.glob("slurm-*"))
+
+
+def test_ray_loses_a_node_and_gets_another(settings, undisturbed, tmp_path, monkeypatch):
+    pytest.importorskip("ray", reason="pip install ray==2.60.0")
+    from ray.cluster_utils import Cluster
+
+    for name, value in ON_CPUS.items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        node, run = cluster.add_node(num_cpus=2), tmp_path / "run"
+        command = [sys.executable, "examples/ray_launch.py", "2", str(settings), "--output_dir", str(run)]
+        environment = os.environ | {"RAY_ADDRESS": cluster.address}
+        with open(tmp_path / "log", "w") as log:
+            driver = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
+        wait_until(lambda: steps_of(run) > 6, seconds=120)
+        cluster.remove_node(node)
+        cluster.add_node(num_cpus=2)
+        assert driver.wait(240) == 0, (tmp_path / "log").read_text()
+        assert "is lost" in (tmp_path / "log").read_text()
+        assert len((run / "starts.jsonl").read_text().splitlines()) == 2
+        check_alike(run, undisturbed)
+        assert not (tmp_path / "run.token").exists()
+    finally:
+        cluster.shutdown()
