@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import ray
@@ -61,8 +62,8 @@ class Attempt:
         self._programs = [actor.options(scheduling_strategy=place).remote() for place in places]
         self.ranks, self._server = self._programs[:ranks], self._programs[ranks:]
 
-    def run(self, config: str, options: list[str], token: Path) -> int | None:
-        """Return the trainer's exit code, or None if a rank was lost."""
+    def run(self, config: str, options: list[str], token: Path, asked: threading.Event) -> int | None:
+        """Return the trainer's exit code, or None if the run is to start again: `asked` means that it is not."""
         words = ["grpo_ref_split.py", "--config", config, *options, "--resume_from_checkpoint", "last"]
         servers, running, codes = [], [], []
         for server in self._server:
@@ -82,6 +83,8 @@ class Attempt:
             except RayActorError as error:
                 print(f"{name} is lost: {error}", file=sys.stderr)
                 return None
+            if code < 0 and asked.is_set():
+                code = 128 - code  # a rank that was asked to stop has saved, and ends by the signal
             if ended in servers or code < 0:
                 print(f"{name} ended with code {code}", file=sys.stderr)
                 return code if code == 2 else None  # 2 is a mistake in its settings
@@ -112,18 +115,19 @@ def main() -> int:
     token.touch(mode=0o600)
     token.write_text(secrets.token_urlsafe(32) + "\n")
     ray.init()
-    failures, steps = 0, steps_of(arguments.output_dir)
+    failures, steps, asked = 0, steps_of(arguments.output_dir), threading.Event()
     while True:
         attempt = Attempt(arguments.ranks, not arguments.no_server)
 
         def stop(number: int, frame: object, ranks: list = attempt.ranks) -> None:
+            asked.set()
             for rank in ranks:
                 rank.stop.remote()
 
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
         try:
-            code = attempt.run(arguments.config, options, token)
+            code = attempt.run(arguments.config, options, token, asked)
         finally:
             attempt.end()
         before, steps = steps, steps_of(arguments.output_dir)

@@ -63,13 +63,16 @@ class SharedCache:
             for slot, length, part in zip(self._slots_filled, self._lengths, parts, strict=True):
                 kept[slot * heads : (slot + 1) * heads, :length] = part
 
-    def make_room(self, tokens: int) -> bool:
-        """Make room for so many tokens in each row. Return whether keys and values have moved in memory."""
+    def make_room(self, tokens: int, rows: int) -> bool:
+        """Make room for so many tokens in each row, and keep the first `rows` rows alone. Return whether there was too
+        little: then keys and values have moved in memory."""
         if tokens <= self.room:
             return False
-        self.room = min(max(tokens, 64, int(self.room * GROW)), self._longest_completion)
+        before, self.room = self.room, min(max(tokens, 64, int(self.room * GROW)), self._longest_completion)
         for layer, pair in self._own.items():
-            self._own[layer] = tuple(pad(states, (0, 0, 0, self.room - states.shape[1])) for states in pair)
+            kept = (states.unflatten(0, (self._rows, -1))[:rows].flatten(0, 1) for states in pair)
+            self._own[layer] = tuple(pad(states, (0, 0, 0, self.room - before)) for states in kept)
+        self._rows = rows
         return True
 
     def step(self, shape: Shape, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:

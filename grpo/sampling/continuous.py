@@ -170,7 +170,7 @@ class _Loop:
         self._rows.move([row for row, _ in moves], [row for _, row in moves])
         for here, there in zip(moved, to, strict=True):
             self._in_rows[here], self._in_rows[there] = self._in_rows[there], self._in_rows[here]
-        self._rows.arrange(drawing)
+        self._rows.arrange(drawing, free_for_good=not self._left)
 
 
 @dataclass(eq=False)

@@ -109,6 +109,7 @@ class Rows:
         if is_known(self._body):
             self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
         self.drawing = 0  # how many rows draw: the first ones
+        self._in_cache = rows  # how many rows the cache has: those behind them are free for good
         self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
         """each row's tokens and log-probs, up to its PLACE"""
         self.state = np.zeros((7, rows), np.int64)  # the state of each row; 0 in a free row
@@ -194,9 +195,12 @@ class Rows:
             values[:, to] = values[:, rows]
         self.state[:, [row for row in rows if row not in to]] = 0
 
-    def arrange(self, drawing: int) -> None:
-        """Let so many rows draw, the first ones, and tell the device."""
+    def arrange(self, drawing: int, free_for_good: bool) -> None:
+        """Let so many rows draw, the first ones, and tell the device. `free_for_good`: nothing begins any more in free
+        rows, so the cache need not grow for the last of them."""
         self.drawing = drawing
+        if free_for_good and (used := int(self.state[PROMPT].nonzero()[0].max(initial=-1)) + 1):
+            self._in_cache = min(1 << (used - 1).bit_length(), self._in_cache)
         self.state[ADDED] = np.arange(self.count) < drawing
         rows_of, first = np.zeros((self.slots, self._copies), np.int64), self.state[:, :drawing]
         # Not of rows that wait: a step may compute fewer rows than there are.
@@ -237,13 +241,13 @@ class Rows:
         return (ended | (state[PLACE] == self._longest - 1)).nonzero()[0].tolist()
 
     def _make_room(self, tokens: int) -> None:
-        if self._cache.make_room(int(tokens)) and self._graphs is not None:
+        if self._cache.make_room(int(tokens), self._in_cache) and self._graphs is not None:
             self._graphs.forget()
 
     def _bucket(self, rows: int) -> Shape:
         """Return sizes that the rows fit, of which a call has few: powers of two of rows, and the cache's room, each
         GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of them."""
-        rows = min(1 << (rows - 1).bit_length(), self.count)
+        rows = min(1 << (rows - 1).bit_length(), self._in_cache)
         return Shape(rows, self.slots, self._longest_prompt, self._cache.room)
 
     def _step(self, shape: Shape) -> None:

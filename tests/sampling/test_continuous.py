@@ -224,6 +224,30 @@ def test_no_row_idles_while_a_completion_waits_and_each_prompt_is_computed_once(
     assert [shape[0] for shape in shapes if len(shape) == 1] == expected
 
 
+@pytest.mark.parametrize("graphs", [None, Taped])
+def test_the_cache_grows_for_the_rows_alone_that_still_draw(graphs, tokenizer, monkeypatch):
+    model, sizes, make_room = packed(build(CONFIGS["qwen2"])), [], SharedCache.make_room
+
+    def noted(cache, tokens, rows):
+        if grown := make_room(cache, tokens, rows):
+            keys, _ = cache._own[0]
+            sizes.append((rows, len(keys) // 2, cache.room))
+        return grown
+
+    monkeypatch.setattr(SharedCache, "make_room", noted)
+    few_ends = ContinuousSampler(model, tokenizer, [20], 200, 15, graphs=graphs)
+    groups = few_ends.sample(EXAMPLES, COPIES, 1.0, seed=3)
+    rooms, lengths = [room for _, _, room in sizes], [len(ids) for ids in ids_of(groups)]
+    left = [
+        sum(length > room + 1 for length in lengths) for room in rooms[:-1]
+    ]  # a token's keys are kept with the next
+    assert rooms == [64, 96, 144, 200] and 15 > left[0] > left[-1] > 1
+    kept = [15, *(min(15, 1 << (rows - 1).bit_length()) for rows in left)]
+    assert [(rows, there) for rows, there, _ in sizes] == [*zip(kept, kept, strict=True)]
+    alone = ContinuousSampler(model, tokenizer, [20], 200, 1).sample(EXAMPLES, COPIES, 1.0, seed=3)
+    assert ids_of(groups) == ids_of(alone)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_a_call_leaves_no_cache_behind(name, tokenizer, monkeypatch):
     caches, begin = [], SharedCache.__init__
