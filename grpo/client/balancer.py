@@ -17,6 +17,7 @@ from grpo.client.sessions import seconds_to_next_try
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 8  # requests of one rank to one server at a time
+AFTER_STOP = 10.0  # seconds: a machine that shuts down, or SLURM, kills what has not ended after 30 or more
 _REMEDY = "see the log there; ref_deadline sets how long to wait"
 
 
@@ -57,6 +58,7 @@ class Balancer:
         self._last_progress = 0.0  # time at which a server last took a piece of them
         self._changed = threading.Condition()
         self._closing = threading.Event()
+        self.stopping = threading.Event()  # set when the run is asked to stop, perhaps with its servers
 
     def close(self) -> None:
         """Stop: every thread that waits for a server raises ServerError."""
@@ -119,15 +121,19 @@ class Balancer:
     def _reserve(self, size: int, name: str, deadline: float) -> tuple[Server, int]:
         """Wait until the server that should answer first has room; count `size` tokens there, and return it with all
         its tokens in flight. Raises ServersUnavailable at the deadline, ServerError when every model has changed."""
+        began, is_shortened = deadline - self._patience, False
         with self._changed:
             while not self._closing.is_set():
+                is_away = not any(server.in_rotation for server in self.servers)
+                if is_away and self.stopping.is_set() and not is_shortened:
+                    deadline, is_shortened = min(deadline, time.monotonic() + AFTER_STOP), True
                 if all(server.other_model for server in self.servers):
                     raise ServerError(
                         f"every reference server has changed: {list_outcomes(self.servers)}: restart it with the model "
                         f"that this run began with (the reference is {self._connection.fingerprint} now)"
                     )
                 if (left := deadline - time.monotonic()) <= 0:
-                    wait = f"after {self._patience:.0f} s from {list_outcomes(self.servers)}"
+                    wait = f"after {time.monotonic() - began:.0f} s from {list_outcomes(self.servers)}"
                     remedy = f"{_REMEDY}, ref_request_timeout how long for one answer"
                     raise ServersUnavailable(f"no {self._wanted} for {name} {wait}: {remedy}")
                 fastest = max(server.speed for server in self.servers) or 1.0

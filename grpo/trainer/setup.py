@@ -107,6 +107,8 @@ def set_up(
         processor=inputs.processor,
     )
     drawing, pool_run, stop_waiting = sampler, None, threading.Event()
+    if client is not None:
+        client.balancer.stopping = stop_waiting
     if config.sampler == "pool":
         source = pool or Replay(config.replay, checkpoints.identity)
         ask = Retrier(source, config.pool_deadline, stop_waiting)

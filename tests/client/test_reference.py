@@ -18,6 +18,7 @@ from proxy import Plan, proxy
 from rounding import assert_rounded
 from servers import COMPLETIONS, HEALTH, MODEL, answer, fake, open_client, request, wait_until
 
+from grpo.client import balancer
 from grpo.client import reference as reference_module
 from grpo.client.balancer import IN_FLIGHT
 from grpo.client.reference import ReferenceClient, check_reference, cut_requests, make_client_name
@@ -100,6 +101,26 @@ def test_groups_whose_server_is_gone_are_given_up_together_after_one_deadline():
             with pytest.raises(ServersUnavailable, match="no log-probs for group 0 .*ref_request_timeout how long"):
                 future.result(10)
     assert 0.5 <= time.monotonic() - began < 5  # by itself each waits for 0.5 s
+
+
+def test_a_run_that_is_asked_to_stop_waits_little_for_servers_that_are_away_and_long_for_busy_ones(monkeypatch):
+    monkeypatch.setattr(balancer, "AFTER_STOP", 0.5)
+
+    def post(count):
+        time.sleep(1.5)
+        return answer()
+
+    with fake(post) as busy, open_client(busy.url, ref_deadline=60, ref_request_timeout=20) as client:
+        client.balancer.stopping.set()
+        for future in [request(client) for _ in range(IN_FLIGHT + 1)]:
+            assert len(future.result(20)) == len(COMPLETIONS)
+    with open_client(f"http://127.0.0.1:{free_port()}", ref_deadline=60) as client:
+        future = request(client)
+        with pytest.raises(TimeoutError):
+            future.result(1)
+        client.balancer.stopping.set()
+        with pytest.raises(ServersUnavailable, match="after [12] s"):
+            future.result(20)
 
 
 @pytest.mark.slow
