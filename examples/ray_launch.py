@@ -57,9 +57,11 @@ class Attempt:
         self._group = placement_group([card] * count)
         print(f"waiting for {count} times {card}", file=sys.stderr)
         ray.get(self._group.ready())
-        actor = Program.options(num_cpus=1, num_gpus=card.get("GPU", 0))
-        places = (PlacementGroupSchedulingStrategy(self._group, place) for place in range(count))
-        self._programs = [actor.options(scheduling_strategy=place).remote() for place in places]
+        self._programs = []
+        for place in range(count):
+            strategy = PlacementGroupSchedulingStrategy(self._group, place)
+            actor = Program.options(num_cpus=1, num_gpus=card.get("GPU", 0), scheduling_strategy=strategy)
+            self._programs.append(actor.remote())
         self.ranks, self._server = self._programs[:ranks], self._programs[ranks:]
 
     def run(self, config: str, options: list[str], token: Path, asked: threading.Event) -> int | None:
@@ -115,6 +117,14 @@ def main() -> int:
     token.touch(mode=0o600)
     token.write_text(secrets.token_urlsafe(32) + "\n")
     ray.init()
+    try:
+        return run_to_the_end(arguments, options, token)
+    finally:
+        token.unlink()
+
+
+def run_to_the_end(arguments: argparse.Namespace, options: list[str], token: Path) -> int:
+    """Run, again if a rank or the server is lost, and return the trainer's exit code."""
     failures, steps, asked = 0, steps_of(arguments.output_dir), threading.Event()
     while True:
         attempt = Attempt(arguments.ranks, not arguments.no_server)
@@ -133,7 +143,6 @@ def main() -> int:
         before, steps = steps, steps_of(arguments.output_dir)
         failures = 0 if steps > before else failures + 1
         if code is not None or failures == MOST_FAILURES:
-            token.unlink()
             return 1 if code is None else code
         print("starting again from the last checkpoint", file=sys.stderr)
 

@@ -113,7 +113,7 @@ def test_slurm_takes_nodes_away_and_gives_them_back(slurm, settings, undisturbed
     assert state() == "COMPLETED", log.read_text()
     assert len((run / "starts.jsonl").read_text().splitlines()) == 3
     check_alike(run, undisturbed)
-    assert not list(REPOSITORY.glob("slurm-*"))
+    assert not list(REPOSITORY.glob(f"slurm-{job}-*"))
 
 
 def test_ray_loses_a_node_and_gets_another(settings, undisturbed, tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_ray_loses_a_node_and_gets_another(settings, undisturbed, tmp_path, monk
         environment = os.environ | {"RAY_ADDRESS": cluster.address}
         with open(tmp_path / "log", "w") as log:
             driver = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
-        wait_until(lambda: steps_of(run) > 6, seconds=120)
+        wait_until(lambda: steps_of(run) > 6, 120, driver)
         cluster.remove_node(node)
         cluster.add_node(num_cpus=2)
         assert driver.wait(240) == 0, (tmp_path / "log").read_text()
