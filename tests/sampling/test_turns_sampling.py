@@ -125,8 +125,8 @@ def test_rows_that_wait_are_unharmed_where_recorded_steps_compute_them_too(qwen,
     alone = continuous(qwen, tokenizer, Scripted(ENDS, long_or_short), rows=1, **options)
     waiting, step, arrange = [], SharedCache.step, Rows.arrange
 
-    def noted(rows, drawing):
-        arrange(rows, drawing)
+    def noted(rows, drawing, **options):
+        arrange(rows, drawing, **options)
         waiting[:] = (rows.state[PROMPT, drawing:] > 0).nonzero()[0] + drawing
 
     def counted(cache, shape, *state):
