@@ -23,6 +23,14 @@ class Shape(NamedTuple):
     own: int  # tokens of the longest row with the one that is fed, or more
 
 
+class Scoring(NamedTuple):
+    """What a layer does to the products of its queries and keys before their softmax."""
+
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None  # how many tokens each sees: itself and the last ones before it; None: all before it
+
+
 class Fed(NamedTuple):
     """Tokens that follow those of a row in one pass."""
 
@@ -85,18 +93,9 @@ class SharedCache:
         self._masks: dict[int | None, Tensor] = {}  # by window
         self._prompt_lengths = prompts
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Keep and attend: query [rows, heads, 1, d], key and value [rows, kv heads, 1, d] -> [rows, 1, heads, d]."""
-        rows, heads = key.shape[:2]
+        (rows, heads), (scaling, softcap, window) = key.shape[:2], scoring
         repeat, slots = query.shape[1] // heads, self._shape.slots * heads
         cells, rows_of, places = self._index(heads)
         for states, new in zip(self._own[layer], (key, value), strict=True):

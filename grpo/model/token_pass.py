@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo.model.shared_cache import SharedCache
+from grpo.model.shared_cache import Scoring, SharedCache
 
 KNOWN = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 Map = Callable[[Tensor], Tensor]
@@ -43,7 +43,7 @@ class TokenPass:
         cos, sin = angles.unbind(dim=1)
         for layer in self._layers:
             query, key, value = layer.project(hidden, cos, sin)
-            out = self._cache.attend(layer.number, query, key, value, layer.scaling, softcap=None, window=layer.window)
+            out = self._cache.attend(layer.number, query, key, value, layer.scoring)
             hidden = hidden + layer.output(out.flatten(1))
             states = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.activation(layer.gate(states)) * layer.up(states))
@@ -60,9 +60,10 @@ class TokenPass:
 class _Layer:
     def __init__(self, layer: nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
-        self.number, self.scaling, self._size = attention.layer_idx, attention.scaling, attention.head_dim
+        self.number, self._size = attention.layer_idx, attention.head_dim
         # Mistral's layers read it from the settings, Llama has none.
-        self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self.scoring = Scoring(attention.scaling, window=window)
         self._norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         self._query, self._key, self._value, self.output = (
             _linear(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)

@@ -20,21 +20,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo.model.packing import Tree
-from grpo.model.shared_cache import SharedCache
+from grpo.model.shared_cache import Scoring, SharedCache
 
 ROWS = 256  # queries of one call: few scores are computed for nothing, and its mask is small
 _PREFIX = "grpo_packed_"
 
 
-def segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: Tree,
-    scaling: float,
-    softcap: float | None,
-    window: int | None = None,
-) -> Tensor:
+def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
     """Attend with one call for each segment, and one for a whole small group. Queries [1, heads, N, d], keys and values
     [1, kv heads, N, d] -> [1, N, heads, d]."""
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
@@ -43,35 +35,27 @@ def segments(
     parts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
     for (prompt, completions), blocks, group in zip(tree.groups, tree.blocks, parts, strict=True):
         if completions and blocks is None and sum(completions) + prompt <= ROWS:
-            mask = _group_mask(prompt, tuple(completions), window, query.dtype, query.device)
-            out.append(_attend(*group, mask, scaling, softcap))
+            mask = _group_mask(prompt, tuple(completions), scoring.window, query.dtype, query.device)
+            out.append(_attend(*group, mask, scoring))
             continue
         of_segments = (states.split([prompt, *completions], dim=2) for states in group)
         of_prompt, *of_completions = zip(*of_segments, strict=True)
         if blocks is None:
-            out += _causal(*of_prompt, scaling, softcap, window)
+            out += _causal(*of_prompt, scoring)
         else:
-            mask = _picture_mask(blocks.tobytes(), window, query.dtype, query.device)
-            out.append(_attend(*of_prompt, mask, scaling, softcap))
+            mask = _picture_mask(blocks.tobytes(), scoring.window, query.dtype, query.device)
+            out.append(_attend(*of_prompt, mask, scoring))
         for queries, *own in of_completions:
             seen = (torch.cat(pair, dim=2) for pair in zip(of_prompt[1:], own, strict=True))
-            out += _causal(queries, *seen, scaling, softcap, window)
+            out += _causal(queries, *seen, scoring)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: Tree,
-    scaling: float,
-    softcap: float | None,
-    window: int | None = None,
-) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
     """Attend with one call for the row, shapes as in `segments`: flash attention on CUDA in 16 bit."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if softcap is not None or any(blocks is not None for blocks in tree.blocks):
+    if scoring.softcap is not None or any(blocks is not None for blocks in tree.blocks):
         raise NotImplementedError("varlen_attn has no softcap, and no mask for pictures whose pieces see each other")
 
     def laid_out(states: Tensor) -> Tensor:
@@ -91,8 +75,8 @@ def varlen(
         *tree.ends(query.device),
         max(tree.segments),
         max(tree.key_lengths),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=scoring.scaling,
+        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
         **_grouped(query.shape[1] > key.shape[1]),
     )
     return out.unsqueeze(0)
@@ -149,42 +133,32 @@ def _dispatch(
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         return attend(module, query, key, value, attention_mask, **options)
-    how = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap"), options.get("sliding_window")
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    scoring = Scoring(scaling, options.get("softcap"), options.get("sliding_window"))
     if tree is not None:
         if shared_cache is not None:
             shared_cache.keep(module.layer_idx, key, value)
-        return packed(query, key, value, tree, *how), None
+        return packed(query, key, value, tree, scoring), None
     attend = _after_rows if shared_cache.fed else SharedCache.attend
-    return attend(shared_cache, module.layer_idx, query, key, value, *how), None
+    return attend(shared_cache, module.layer_idx, query, key, value, scoring), None
 
 
-def _after_rows(
-    cache: SharedCache,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
+def _after_rows(cache: SharedCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attend from the tokens that are fed to rows to all that each row has. Shapes as in `segments`."""
     out: list[Tensor] = []
     parts = query.split([fed.count for fed in cache.fed], dim=2)
     for queries, seen in zip(parts, cache.extend(layer, key, value), strict=True):
-        out += _causal(queries, *seen, scaling, softcap, window)
+        out += _causal(queries, *seen, scoring)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, window: int | None
-) -> list[Tensor]:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
     """Attend from the last tokens of a sequence, [1, heads, n, d], to all of it, ROWS queries at a time."""
-    queries, keys = query.shape[2], key.shape[2]
+    queries, keys, window = query.shape[2], key.shape[2], scoring.window
     if window is not None and window >= keys:
         window = None
-    if queries == keys and softcap is None and window is None:
-        return [_attend(query, key, value, None, scaling, softcap)]
+    if queries == keys and scoring.softcap is None and window is None:
+        return [_attend(query, key, value, None, scoring)]
     out = []
     for start, rows in zip(range(0, queries, ROWS), query.split(ROWS, dim=2), strict=True):
         seen = keys - queries + start
@@ -192,15 +166,14 @@ def _causal(
         mask = _mask(rows.shape[2], seen - begin, window, query.dtype, query.device)
         if query.is_cuda:
             mask = _aligned(mask)
-        out.append(_attend(rows, key[:, :, begin:end], value[:, :, begin:end], mask, scaling, softcap))
+        out.append(_attend(rows, key[:, :, begin:end], value[:, :, begin:end], mask, scoring))
     return out
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attend with one call, causal without a mask. Return [1, heads, n, d], as the query."""
     repeat = query.shape[1] // key.shape[1]
+    scaling, softcap, _ = scoring
     # On a CPU the kernel takes grouped heads; elsewhere grouped heads with a mask fall back to a slow kernel.
     grouped = repeat > 1 and query.device.type == "cpu" and softcap is None
     if repeat > 1 and not grouped:
