@@ -61,7 +61,7 @@ def main(config: TrainerConfig = CONFIG) -> list[dict[str, float]]:
 
     model = load_model(config, device)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    limits = config.max_completion_length, config.sequences_per_generate, batcher.longest_packed
+    limits = config.max_completion_length, config.sequences_per_generate, batcher.packs
     sampler = make_sampler(model, tokenizer, *limits)
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.99), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1, update / config.warmup_steps))

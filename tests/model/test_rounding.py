@@ -63,7 +63,7 @@ def noisy_segments(*arguments) -> torch.Tensor:
 def masked(seen_by):
     """Attention over a packed row, of one mask: `seen_by` gets what each token sees when all is well and its parts."""
 
-    def attend(query, key, value, tree, scaling, softcap):
+    def attend(query, key, value, tree, scoring):
         lengths = torch.tensor(tree.segments)
         segment = torch.arange(len(lengths)).repeat_interleave(lengths)
         counts = torch.tensor([1 + len(completions) for _, completions in tree.groups])
@@ -77,7 +77,7 @@ def masked(seen_by):
             back=place[:, None] - place,
         )
         mask = seen_by(**parts)[None, None]
-        options = dict(attn_mask=mask, scale=scaling, enable_gqa=True)
+        options = dict(attn_mask=mask, scale=scoring.scaling, enable_gqa=True)
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
         return LastBits.apply(out.transpose(1, 2))
 

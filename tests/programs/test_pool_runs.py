@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -108,9 +108,10 @@ def test_a_round_is_drawn_by_the_policy_of_the_round_before_and_by_no_other(undi
     """By plain transformers in float64, with the weights of each checkpoint."""
     folders = [model_folder, *(undisturbed / f"run/checkpoint-{step}" for step in range(1, STEPS))]
     policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
-    recording = Recording(str(undisturbed / "run.sqlite"))
-    for key in [(group, attempt) for group, attempt, *_ in drawn(undisturbed)]:
-        task, group = recording.find(key)
+    keys = [(group, attempt) for group, attempt, *_ in drawn(undisturbed)]
+    with closing(Recording(str(undisturbed / "run.sqlite"))) as recording:
+        found = [recording.find(key) for key in keys]
+    for task, group in found:
         now = task.group // 4  # a round is a step of four groups
         assert task.version == max(0, now - 1) and group.versions[0][0] == task.version
         for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
@@ -148,9 +149,10 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
     assert all(rows[row[:2]] == row for row in before if row[-1])
     folders = [model_folder, *(tmp_path / f"run/checkpoint-{step}" for step in range(1, 4))]
     policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
-    recording, ages = Recording(str(tmp_path / "run.sqlite")), set()
-    for key in rows:
-        task, group = recording.find(key)
+    with closing(Recording(str(tmp_path / "run.sqlite"))) as recording:
+        found = [recording.find(key) for key in rows]
+    ages = set()
+    for task, group in found:
         now = task.group // 4  # a round is a step of four groups
         for ids, logprobs, versions in zip(group.completions, group.logprobs, group.versions, strict=True):
             (version,) = {*versions}  # this engine changes weights between groups
