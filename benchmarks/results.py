@@ -176,10 +176,10 @@ def finish(figure, path: Path) -> None:
 
 
 def changed_answers(run: dict) -> str:
-    """Return a table of two general answers that changed."""
+    """Return a table of the first general answer that changed."""
     pairs = zip(QUESTIONS, run["english"]["answers"], strict=True)
     rows = [[question, *(" ".join(text.split()) for text in pair)] for question, pair in pairs if pair[0] != pair[1]]
-    return table(["asked", "before", "after"], rows[:2])
+    return table(["asked", "before", "after"], rows[:1])
 
 
 def others(results: dict[str, Runs]) -> list[str]:
@@ -255,7 +255,7 @@ training, with its start and three evaluations."""
 SEEDS = """![Rewards and held-out accuracy of each seed](images/results_sums.png)
 
 Its English: general questions, answered greedily before and after; KL(before ‖ after) of the next token is in nats, the
-mean over the answers before. Two of seed {seed}'s answers that changed:"""
+mean over the answers before. Of seed {seed}'s answers that changed the first:"""
 
 BESIDE_TRL = """## Beside TRL
 
