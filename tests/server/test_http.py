@@ -446,7 +446,8 @@ def drip(server, start: bytes, drop: bytes) -> None:
 def test_a_connection_that_asks_nothing_is_closed(low, sent):
     with connect(low) as connection:
         connection.sendall(sent)
-        assert connection.recv(1) == b""
+        with suppress(ConnectionResetError):  # closed before it had read all
+            assert connection.recv(1) == b""
 
 
 @pytest.mark.slow
