@@ -133,7 +133,7 @@ class Balancer:
                         f"that this run began with (the reference is {self._connection.fingerprint} now)"
                     )
                 if (left := deadline - time.monotonic()) <= 0:
-                    wait = f"after {time.monotonic() - began:.0f} s from {list_outcomes(self.servers)}"
+                    wait = f"after {deadline - began:.0f} s from {list_outcomes(self.servers)}"
                     remedy = f"{_REMEDY}, ref_request_timeout how long for one answer"
                     raise ServersUnavailable(f"no {self._wanted} for {name} {wait}: {remedy}")
                 fastest = max(server.speed for server in self.servers) or 1.0

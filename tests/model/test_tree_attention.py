@@ -1,6 +1,7 @@
 """Which models are packed, that long segments and windows are right, and that nothing else of a model changes."""
 
 import copy
+import inspect
 import logging
 
 import pytest
@@ -135,7 +136,7 @@ def test_the_variants_agree_on_a_gpu(name, variant):
 def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=None):
     """What flash attention computes, a segment at a time in float64. [tokens, heads, d] each."""
     repeat = query.shape[1] // key.shape[1]
-    assert window_size[1] == 0 and enable_gqa in (None, repeat > 1)  # torch 2.11 is not told
+    assert window_size in ((-1, 0), (7, 0)) and enable_gqa in (None, repeat > 1)  # torch 2.11 is not told
     key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
     outputs = []
     for place in range(len(cu_seq_q) - 1):
@@ -153,7 +154,14 @@ def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2, learned positions", "mistral, sliding window"])
 def test_what_varlen_is_given_is_what_segments_compute(name, monkeypatch):
     """The kernel itself needs a card; the order of keys, the lengths and the grouped heads do not."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    windows = set()
+
+    def noted(*arguments, **options):
+        windows.add(options["window_size"])
+        return plain_varlen(*arguments, **options)
+
+    noted.__signature__ = inspect.signature(plain_varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted)
     model = build(CONFIGS[name])
     batch = Batcher(0, packs=True).make(GROUPS, "cpu")
     logprobs = {}
@@ -161,3 +169,4 @@ def test_what_varlen_is_given_is_what_segments_compute(name, monkeypatch):
         switch_on(model, variant)
         logprobs[variant], _ = token_logprobs(model, batch, 1.0)
     assert_rounded(logprobs["varlen"], logprobs["segments"])
+    assert windows == {(7, 0) if "window" in name else (-1, 0)}

@@ -248,8 +248,8 @@ def test_a_reference_that_is_lost_costs_no_step(machine_shuts_down, resumable, u
             output, _ = process.communicate(timeout=60)
         assert process.returncode != 0
         steps = re.findall(r": no log-probs for .*ref_deadline .*; .* goes on after step (\d+)", output)
-        seconds = re.findall(r"after (\d+) s from", output)
-        assert len(steps) == 1 and server.url in output and 3 <= int(seconds[0]) <= 12, output
+        assert len(steps) == 1 and server.url in output, output
+        assert machine_shuts_down or "after 3 s" in output, output
     with resumable() as (words, _):
         assert went_on(finish(2, words)) == int(steps[0])
     check_alike(run, undisturbed(2, "full"))
