@@ -49,7 +49,10 @@ def demo(tiny: bool, clock: Clock, tables: Tables) -> None:
             median = statistics.median(row["step_time"] for row in runs[-1] if "step_time" in row)
             equal = numbers(runs[0]) == numbers(runs[-1])
             tables.row(
-                name, ", ".join(shares), f"{median:.2f}", f"{len(runs[-1])}, {'equal' if equal else 'they differ'}"
+                name,
+                ", ".join(shares),
+                f"{median:.2f}",
+                f"{len(runs[-1])}, {'equal' if equal else 'failed: they differ'}",
             )
 
 

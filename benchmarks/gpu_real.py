@@ -119,8 +119,9 @@ def run(words: list[str], folder: Path, clock: Clock, killed_after: int = 0) -> 
             )
             while clock.left() > 0 and killed.poll() is None and not has_done(metrics, killed_after):
                 time.sleep(0.1)
-            os.killpg(killed.pid, signal.SIGKILL)
-            killed.wait()
+            if killed.poll() is None:
+                os.killpg(killed.pid, signal.SIGKILL)
+                killed.wait()
             words = [*words, "--port", str(free_port()), "--resume_from_checkpoint", "last"]
         process = subprocess.Popen([*LAUNCH, *words], stdout=output, stderr=subprocess.STDOUT)
     try:

@@ -114,6 +114,7 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     options += ["--output_dir", arguments.output_dir]
     token = Path(f"{arguments.output_dir}.token")
+    token.parent.mkdir(parents=True, exist_ok=True)
     token.touch(mode=0o600)
     token.write_text(secrets.token_urlsafe(32) + "\n")
     ray.init()

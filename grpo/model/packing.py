@@ -111,7 +111,7 @@ class Batcher:
         all of them, is every token. Raises PictureError if a prompt's picture cannot be opened."""
         predicted = predicted or [None] * len(sequences)
         if self.packs:
-            layout = _packed(sequences, by_prompt(sequences, range(len(sequences))), self.vision)
+            layout = _packed(sequences, by_prompt(sequences), self.vision)
         else:
             layout = _padded(sequences, self.pad_token_id, self.vision)
         return _batch(sequences, predicted, layout, self.vision, device)
@@ -123,18 +123,18 @@ def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: Device) 
     return _batch(sequences, [None] * len(prompts), _packed(sequences, groups, vision), vision, device)
 
 
-def by_prompt(sequences: Sequences, indices: Sequence[int]) -> list[list[int]]:
+def by_prompt(sequences: Sequences) -> list[list[int]]:
     """Group the indices of equal prompts, in order of first appearance."""
     groups: dict[bytes, list[int]] = {}
-    for index in indices:
-        groups.setdefault(key_of(sequences[index][0]), []).append(index)
+    for index, (prompt, _) in enumerate(sequences):
+        groups.setdefault(key_of(prompt), []).append(index)
     return list(groups.values())
 
 
 def _cut_packed(sequences: Sequences, budget: int) -> list[list[int]]:
     batches: list[list[int]] = []
     used = budget  # so that the first sequence opens a batch
-    for group in by_prompt(sequences, range(len(sequences))):
+    for group in by_prompt(sequences):
         prompt = len(sequences[group[0]][0])
         whole = prompt + sum(len(sequences[index][1]) for index in group)
         opens = used + whole > budget >= whole

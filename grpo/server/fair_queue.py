@@ -96,7 +96,7 @@ class FairQueue:
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[Scores]:
         """Queue a request for a future answer. Raises ProtocolError, 503, if closed, or full for this client."""
         job = Job(request, client)
-        parts = by_prompt(job.sequences, range(len(job.sequences)))
+        parts = by_prompt(job.sequences)
         job.parts.extend(map(deque, self._cut_passes(job, parts) if self._deterministic else parts))
         with self._changed:
             self._check_open()
