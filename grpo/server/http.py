@@ -172,10 +172,10 @@ class Channel(HTTPChannel):
         if self.request is not None:
             self.request.close()  # free its body now: an idle thread may hold the channel for long
 
-    def check_deadlines(self) -> None:
-        """Close or refuse a late connection. The thread that reads the sockets calls this every second."""
+    def check_deadlines(self, now: float) -> None:
+        """Close or refuse a connection that is late at `now`. The thread that reads the sockets calls this."""
         with self.requests_lock:
-            now, partial = time.monotonic(), self.request
+            partial = self.request
             if self.requests:
                 return
             if partial is None or self.will_close or self.close_when_flushed:
@@ -194,7 +194,7 @@ class HttpServer(TcpWSGIServer):
         `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
         request that does not reach the app."""
         self.config, self.admit, self.on_refused = config, admit, on_refused
-        self._next_check = self._next_accept = time.monotonic()
+        self._pass_began = self._next_check = self._next_accept = time.monotonic()
         # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         logging.getLogger("waitress").setLevel(logging.WARNING)
@@ -282,9 +282,11 @@ class HttpServer(TcpWSGIServer):
 
     def readable(self) -> bool:
         """Check all deadlines once a second. waitress calls this before each wait for the sockets."""
-        now = time.monotonic()  # not waitress's wall clock: set back an hour, it would stop all deadlines for an hour
-        if now >= self._next_check:
-            self._next_check = now + 1
+        # Not waitress's wall clock: set back an hour, it would stop all deadlines for an hour. And late is who had sent
+        # nothing before the last pass over the sockets: what came while this thread got no processor is not read yet.
+        last, self._pass_began = self._pass_began, time.monotonic()
+        if last >= self._next_check:
+            self._next_check = last + 1
             for channel in list(self.active_channels.values()):
-                channel.check_deadlines()
-        return now >= self._next_accept
+                channel.check_deadlines(last)
+        return self._pass_began >= self._next_accept

@@ -512,16 +512,37 @@ def test_waitress_has_the_methods_that_are_replaced_here():
     assert {name: hashlib.sha256(source).hexdigest()[:12] for name, source in sources.items()} == WAITRESS
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_its_url_can_be_asked(host):
+@contextmanager
+def here(kind=HttpServer, host="127.0.0.1"):
+    """A server in this process whose every answer is "here"."""
+
     def app(environment, start_response):
         start_response("200 OK", [])
         return [b"here"]
 
-    server = HttpServer(app, ServerConfig(host=host, port=0), lambda path, headers: (True, None), print)
+    server = kind(app, ServerConfig(host=host, port=0), lambda path, headers: (True, None), print)
     threading.Thread(target=server.run, daemon=True).start()
     try:
-        assert requests.get(server.url, timeout=LATE).content == b"here"
+        yield server
     finally:
         server.close()
         server.task_dispatcher.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_its_url_can_be_asked(host):
+    with here(host=host) as server:
+        assert requests.get(server.url, timeout=LATE).content == b"here"
+
+
+def test_what_came_in_time_is_answered_though_it_is_read_late(monkeypatch):
+    class Starved(HttpServer):
+        """Gets no processor for longer than headers may take, between a connection and its bytes."""
+
+        def handle_accept(self):
+            super().handle_accept()
+            time.sleep(1.5)
+
+    monkeypatch.setattr(grpo.server.http, "HEADER_SECONDS", 0.5)
+    with here(Starved) as server:
+        assert requests.get(server.url, timeout=LATE).content == b"here"
