@@ -8,7 +8,7 @@ Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -105,10 +105,31 @@ def _at_routers(body, batch: Batch) -> Tensor:
 def _at_head(
     body, model: nn.Module, batch: Batch, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    head = Head.of(model, temperature)
-    hidden = _predicting(body.last_hidden_state, batch).to(head.weight)  # Mamba's are float32 in any dtype
-    targets = batch.targets.to(head.weight.device)
-    return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
+    linear = model.get_output_embeddings()
+    hidden = _predicting(body.last_hidden_state, batch).to(linear.weight)  # Mamba's are float32 in any dtype
+    targets = batch.targets.to(linear.weight.device)
+
+    def logprobs(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        head = Head.of(model, temperature)
+        return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
+
+    # ZeRO-3 has a module's weight in place while the module computes, and before its backward pass.
+    with _computing(linear, logprobs):
+        return linear(hidden)
+
+
+@contextmanager
+def _computing(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """Let a module's hooks run around another computation than its own."""
+    before = vars(module).get("forward")  # accelerate's, of a model on several cards
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def body_of(model: nn.Module) -> nn.Module:

@@ -55,9 +55,10 @@ def update(
             _, entropies = policy_logprobs(engine.module, samples, config, batcher, with_entropy=True)
         high_entropy = _highest(entropies, config.top_entropy_quantile)
     micro_batches = batcher.cut(_sequences(samples), config.micro_batch_tokens)
-    size, micro_batch_count = _whole_step(samples, high_entropy, len(micro_batches), engine.module.device)
+    size = _whole_step(samples, high_entropy, engine.module.device)
     if size.tokens == 0:
         return {}  # zero gradients would still let AdamW's momentum and weight decay move the weights
+    micro_batches = _as_many_on_every_rank(micro_batches)
     chosen = None
     if config.router_aux_loss_coef > 0:
         with clock("routers"):
@@ -67,8 +68,7 @@ def update(
     # DeepSpeed 0.19 takes the first backward pass of each step for the last one. With an offloaded optimizer it then
     # drops the gradients that it reduced during that pass, all but those of the last bucket.
     engine.optimizer.set_gradient_accumulation_boundary(False)
-    # ZeRO-2 reduces in every backward pass, so all ranks do equally many.
-    for indices in micro_batches + [[]] * (micro_batch_count - len(micro_batches)):
+    for indices in micro_batches:
         rows = [samples[index] for index in indices]
         step.add_gradient(rows, None if high_entropy is None else [high_entropy[index] for index in indices])
     raise_together(step.lost, ServersLost)
@@ -105,7 +105,10 @@ class _Step:
         """Add the gradient of a micro-batch. Without a token, compute one of weight 0: every parameter takes part."""
         config, real = self.config, any(sample.tokens for sample in rows)
         if not real:
-            rows, high_entropy = [Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))], None
+            rows, high_entropy = _filler(), None
+        # As the engine's forward does, which is not called: with ZeRO-3 the gradient of this micro-batch would take the
+        # place of the one before.
+        self.engine.optimizer.clear_backward_seen_flag()
         tokens, routers = self._forward(rows, high_entropy)
         constants = {"beta": self.beta, "entropy_coef": self.entropy_coef}
         longest = config.max_completion_length
@@ -197,16 +200,16 @@ def policy_logprobs(
     model: PreTrainedModel, samples: list[Sample], config: TrainerConfig, batcher: Batcher, with_entropy: bool = False
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the model's log-probs of each sample, and its entropies on request: float32 [sample.tokens], bit for bit
-    those of an update on the same samples: in bfloat16 another cut into micro-batches rounds differently."""
+    those of an update on the same samples: in bfloat16 another cut into micro-batches rounds differently. All ranks
+    call it together."""
     logprobs = [np.zeros(0, np.float32)] * len(samples)
     entropies = list(logprobs)
-    for indices in batcher.cut(_sequences(samples), config.micro_batch_tokens):
+    for indices in _as_many_on_every_rank(batcher.cut(_sequences(samples), config.micro_batch_tokens)):
         rows = [samples[index] for index in indices]
         lengths = [sample.tokens for sample in rows]
-        if not any(lengths):
-            continue
-        computed = token_logprobs(model, _make(rows, batcher, model.device), config.temperature, with_entropy)
-        for result, values in zip((logprobs, entropies), computed, strict=True):
+        batch = _make(rows if any(lengths) else _filler(), batcher, model.device)
+        computed = token_logprobs(model, batch, config.temperature, with_entropy)
+        for result, values in zip((logprobs, entropies), computed, strict=True) if any(lengths) else ():
             for index, part in zip(indices, values.cpu().split(lengths), strict=True) if values is not None else ():
                 result[index] = part.numpy()
     return logprobs, entropies
@@ -221,9 +224,20 @@ def _experts_chosen(
     total = torch.zeros(1, dtype=torch.float64, device=model.device)
     for indices in micro_batches:
         rows = [samples[index] for index in indices]
-        if any(sample.tokens for sample in rows):
-            total = total + experts_chosen(router_logits(model, _make(rows, batcher, model.device)), per_token)
-    return sum(gather(total.cpu()))  # a rank without tokens adds a 0
+        real = any(sample.tokens for sample in rows)
+        logits = router_logits(model, _make(rows if real else _filler(), batcher, model.device))
+        total = total + experts_chosen(logits, per_token) * real
+    return sum(gather(total.cpu()))
+
+
+def _as_many_on_every_rank(micro_batches: list[list[int]]) -> list[list[int]]:
+    """Add empty micro-batches, in which a filler is computed: ZeRO-2 reduces gradients in every backward pass, and
+    ZeRO-3 gathers weights in every pass, so that all ranks do equally many."""
+    return micro_batches + [[]] * (max(gather(len(micro_batches))) - len(micro_batches))
+
+
+def _filler() -> list[Sample]:
+    return [Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))]
 
 
 def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
@@ -257,14 +271,10 @@ def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
     return [values >= threshold for values in entropies]
 
 
-def _whole_step(
-    samples: Sequence[Sample], high_entropy: list[np.ndarray] | None, micro_batches: int, device: torch.device
-) -> tuple[StepSize, int]:
-    """Return the step's size over all ranks, and how many micro-batches the rank with the most of them has."""
+def _whole_step(samples: Sequence[Sample], high_entropy: list[np.ndarray] | None, device: torch.device) -> StepSize:
+    """Return the step's size over all ranks."""
     tokens = sum(sample.tokens for sample in samples)
     high = tokens if high_entropy is None else sum(int(marks.sum()) for marks in high_entropy)
     sums = torch.tensor([len(samples), tokens, high], device=device)
-    largest = torch.tensor(micro_batches, device=device)
     dist.all_reduce(sums)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return StepSize(*sums.tolist()), int(largest)
+    return StepSize(*sums.tolist())
