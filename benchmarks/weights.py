@@ -36,7 +36,7 @@ from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import apply_delta, make_delta
-from grpo.trainer.publish_policy import PolicyPublisher
+from grpo.trainer.publish_policy import PolicyCopy, PolicyPublisher
 from grpo.workers.weights_folder import ModelFolder
 
 SIZES = {
@@ -177,7 +177,8 @@ def lines(name: str, model: PreTrainedModel, move: Move, options: argparse.Names
     """Yield a row for each line. The worker of each line gets every version before the next is made."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, running_pool(Path(folder)) as port:
         client, stop = PoolClient(f"http://127.0.0.1:{port}"), threading.Event()
-        publisher = PolicyPublisher(client, model, Batcher(0, 0), Path(folder), Retrier(client, 60.0, stop), stop)
+        policy = PolicyCopy(model, Batcher(0, packs=False))
+        publisher = PolicyPublisher(client, policy, Path(folder), Retrier(client, 60.0, stop), stop)
         workers = [Worker(Path(folder) / f"worker{place}", port, rate) for place, rate in enumerate(LINES.values())]
         changed, published = [], []
         for version in range(options.versions + 1):
@@ -187,6 +188,7 @@ def lines(name: str, model: PreTrainedModel, move: Move, options: argparse.Names
                 different = sum((before[name] != weight).sum() for name, weight in named_weights(model).items())
                 changed.append(100 * different.item() / sum(weight.numel() for weight in before.values()))
             start = time.perf_counter()
+            policy.take()
             publisher.publish(version)
             publisher.wait()
             published.append(time.perf_counter() - start)

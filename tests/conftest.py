@@ -309,6 +309,7 @@ def letters(tmp_path_factory) -> list[str]:
 def setting(model_folder, data_folder, letters, tmp_path_factory):
     """`setting(run, kind, **changes)`: the trainer's options. One of the rewards draws a number, by step and rank: with
     `draws` False none does, so that runs on other numbers of ranks are the same."""
+    from sharded import ON_CARDS, in_layers
     from trainer_runs import KINDS, OPTIONS, options
 
     path = tmp_path_factory.mktemp("rewards") / "chance.py"
@@ -318,8 +319,11 @@ def setting(model_folder, data_folder, letters, tmp_path_factory):
         "    return [random.random() + np.random.random() + torch.rand(1).item() for _ in completions]\n"
     )
 
+    sharded = KINDS["reference updates"] | {"deepspeed": in_layers(ON_CARDS, path.parent)}
+    kinds = KINDS | {"sharded": sharded}
+
     def make(run: Path, kind: str, draws: bool = True, **changes) -> list[str]:
         rewards = [*letters, f"{path}:chance"] if draws else letters
-        return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *rewards]
+        return [*options(model_folder, data_folder, run, **{**OPTIONS, **kinds[kind], **changes}), *rewards]
 
     return make

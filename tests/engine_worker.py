@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
+from sharded import ON_CARDS, ON_HOST
 from torch.overrides import TorchFunctionMode
 
 import grpo.trainer.step
@@ -27,6 +28,7 @@ from grpo.data.prompts import PromptStream, load_examples
 from grpo.data.records import Rollout, Sample
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
+from grpo.model.sharded import copy_whole
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.metrics import PhaseClock
@@ -37,7 +39,7 @@ from grpo.trainer.policy import make_trainable
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 
-SHIPPED = "ds_config.json", "configs/ds_offload.json"
+SHIPPED = "ds_config.json", "configs/ds_offload.json", ON_CARDS, ON_HOST
 DTYPES = "float32", "bfloat16"
 # The functions that make Python wait for a GPU.
 FETCHES = {"item", "tolist", "cpu", "nonzero", "bincount", "__bool__", "__int__", "__float__", "__index__"}
@@ -92,9 +94,9 @@ def steps_with_every_file(make, folder: Path) -> dict:
             groups = dist.distributed_c10d._world.pg_map
             results[Path(file).name, dtype] = {
                 "applied": applied,
-                "weights": [weight.detach().clone() for weight in engine.module.parameters()],
+                "weights": [*copy_whole(dict(engine.module.named_parameters())).values()],
                 "fused": [group["fused"] for group in engine.basic_optimizer.param_groups],
-                "offloaded": engine.optimizer.cpu_offload,
+                "offloaded": engine.zero_cpu_offload(),
                 "summed in": engine.optimizer.gradient_accumulation_dtype,
                 "time-outs": [group._get_backend(torch.device("cpu")).options._timeout for group in groups],
             }

@@ -30,7 +30,7 @@ from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
 from grpo.trainer import deepspeed_engine
 from grpo.trainer import rank_memory as formula
-from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine
+from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine, whole_weights
 from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 from grpo.trainer.step import update
 
@@ -111,7 +111,8 @@ def run(case: dict, folder: str) -> dict:
             prompts = [ids(PROMPT) for _ in range(4)]
             live.forget()
             examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:2])]
-            sampler.sample(examples, 8, 1.0, seed=turn)
+            with whole_weights(engine):
+                sampler.sample(examples, 8, 1.0, seed=turn)
             peaks["sampling"] = live.forget()
             sequences = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
             update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})

@@ -37,7 +37,8 @@ from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats
-from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks
+from grpo.trainer import deepspeed_engine
+from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks, start_engine
 from grpo.trainer.policy import make_trainable
 from grpo.trainer.step import update
 from grpo.wire.picture_files import PicturedPrompt
@@ -136,7 +137,12 @@ def read_config(case: dict) -> TrainerConfig:
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copy the trained weights."""
-    return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    copies = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            with deepspeed.zero.GatheredParameters([weight]):
+                copies[name] = weight.detach().clone()
+    return copies
 
 
 def check_unchanged(engine, case: dict, config: TrainerConfig, batcher: Batcher, rank: int) -> None:
@@ -172,14 +178,16 @@ def main(model, cases_file, out) -> None:
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD([w for w in policy.parameters() if w.requires_grad], lr=LEARNING_RATE)
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
+    deepspeed_engine.make_optimizer = lambda model, config: optimizer
+    engine, _ = start_engine(configs[0], settings, policy)
 
     results = []
     for case, config in zip(cases, configs, strict=True):
         with torch.no_grad():
             for name, weight in policy.named_parameters():
                 if name in first:
-                    weight.copy_(first[name])
+                    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+                        weight.copy_(first[name])
         engine.optimizer.refresh_fp32_params()
         samples = own_share(case, config, rank, processor)
         batcher = replace(packed, packs=False) if case.get("padded") else packed
@@ -196,6 +204,7 @@ def main(model, cases_file, out) -> None:
                 "before": before,
                 "gradient": {name: (before[name] - now) / LEARNING_RATE for name, now in weights_of(policy).items()},
                 "norm": float(engine.get_global_grad_norm()),
+                "held": sum(weight.numel() for weight in policy.parameters()) / sum(map(torch.numel, before.values())),
                 "stats": {name: (values.count, values.total) for name, values in stats.items()},
             }
         )

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.model.load import NO_LIMIT, longest_sequence
 from grpo.model.lora import quantization_of, scalings, unpacked
 from grpo.model.pictures import PictureProcessor
+from grpo.model.sharded import shape_of
 from grpo.model.weights_file import WeightsFile, sample
 from grpo.wire.health import ModelInfo, fingerprint
 
@@ -40,7 +41,7 @@ def describe_without_weights(
         name=name,
         tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
         config_fingerprint=fingerprint(_settings(model.config.to_dict())),
-        vocab_size=model.get_input_embeddings().weight.shape[0],
+        vocab_size=shape_of(model.get_input_embeddings().weight)[0],
         max_length=longest_sequence(model.config) or NO_LIMIT,
         dtype=str(model.dtype).removeprefix("torch."),
         device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
@@ -53,7 +54,7 @@ def fingerprint_with(model: PreTrainedModel, inputs: str, weights: WeightsFile, 
     """Return the fingerprint that `describe` would give `model` with these weights. `digest` is what its config then
     has as `weights_sha256`, for weights that differ by less than the samples show; `inputs` its ModelInfo's
     `inputs_fingerprint`."""
-    samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())
+    samples = (weights.read(name, sample(shape_of(values).numel())) for name, values in model.named_parameters())
     return _fingerprint(model, inputs, samples, digest)
 
 

@@ -53,10 +53,13 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
-    """Load the language model in its dtype on `device`, or spread over all with a `device_map`, and check its head. It
-    must stay in evaluation mode: else its log-probs would be those of another distribution than it sampled from. Raises
-    ConfigError, also if a package that this needs is not installed, or memory is too small."""
+def load_model(
+    config: SharedConfig, device: torch.device, device_map: str | None = None, on_host: bool = False
+) -> PreTrainedModel:
+    """Load the language model in its dtype for `device`, or spread over all with a `device_map`, and check its head. If
+    it is `on_host` it stays in the host's memory, where all processes map the same file. It must stay in evaluation
+    mode: else its log-probs would be those of another distribution than it sampled from. Raises ConfigError, also if a
+    package that this needs is not installed, or memory is too small."""
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
         require_packages("device_map", device_map, "accelerate")
@@ -73,7 +76,7 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
         keep_layout(model)
         if base_of(config.model_name_or_path) is not None:
             load_adapter(model, config.model_name_or_path)
-        model = model.eval() if options else model.eval().to(device)
+        model = model.eval() if options or on_host else model.eval().to(device)
     Head.check(model)
     return model
 

@@ -25,6 +25,7 @@ from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.sampling_settings import PolicyConfig
 from grpo.model.hub import base_of, refuse_unloadable
 from grpo.model.pictures import vision_modules
+from grpo.model.sharded import detached
 from grpo.model.weights_file import named_weights
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, weight in model.named_parameters():
         if ".lora_" in name:
             name = name.replace(f"_vector.{NAME}.weight", "_vector").replace(f".{NAME}.", ".")
-            weights[f"base_model.model.{name}"] = weight.detach()
+            weights[f"base_model.model.{name}"] = detached(weight)
     return weights
 
 
@@ -245,7 +246,7 @@ class LocalReference:
 
     def __init__(self, model: PreTrainedModel, copies: bool):
         """With `copies` of all trained weights, else with the adapter off. Must be called before the first update."""
-        self._model = model
+        self._model, self.copies = model, copies
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._start = [weight.detach().clone() for weight in self._trained] if copies else None
 

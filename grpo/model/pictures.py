@@ -28,6 +28,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from grpo.config.errors import one_line, require
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model.hub import base_of, find_file, refuse_unloadable
+from grpo.model.sharded import is_sharded
 from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import MOST_PIXELS, PicturedPrompt, PictureError, check_picture, open_picture
 
@@ -192,9 +193,13 @@ class Vision:
         self.token_id = processor.token_id
         self.has_positions = self._get_positions is not None
         self.types_name = None if self.has_positions else processor.types_name
-        is_trained = any(parameter.requires_grad for parameter in vision_parameters(model))
-        self.filler = processor.encode(processor.placeholder, [_noise(8, 8, 0)], False) if is_trained else None
-        """a prompt of one small picture, if the vision tower is trained; else None"""
+        self._model, self._filler = model, processor.encode(processor.placeholder, [_noise(8, 8, 0)], False)
+
+    @property
+    def filler(self) -> PicturedPrompt | None:
+        """Return a prompt of one small picture, if the vision tower is trained or sharded; else None."""
+        is_trained = any(parameter.requires_grad for parameter in vision_parameters(self._model))
+        return self._filler if is_trained or is_sharded(self._model) else None
 
     def inputs(self, prompts: Sequence[PicturedPrompt]) -> dict[str, Tensor]:
         """Return the vision tower's inputs for these prompts, by name. Raises PictureError if a picture is damaged."""

@@ -25,6 +25,7 @@ from grpo.model.devices import is_out_of_memory
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids
 from grpo.model.pictures import PictureProcessor, Vision
+from grpo.model.sharded import shape_of
 from grpo.model.tree_attention import switch_off, switch_on, variants_for
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def packed_differs(model: PreTrainedModel, padded: TrialResult, vision: Vision |
 def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompts_at: int = 0) -> list[tuple[Ids, Ids]]:
     """Make two groups of four sequences of at most 8 tokens. `prompts_at=5`: different prompts. A third group has two
     pictures before its prompt."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = shape_of(model.get_input_embeddings().weight)[0]
     # A text that has the id of a picture's piece would be taken for more of the picture.
     piece = vision.token_id if vision is not None else None
     ids = [token for place in range(90) if (token := (7919 * place + 13) % vocabulary) != piece]

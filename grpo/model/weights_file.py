@@ -13,6 +13,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from grpo.model.sharded import detached
 from grpo.wire.tensors import HeaderError, data_begins, read_header
 
 _LONGEST_HEADER = 16 << 20
@@ -23,10 +24,11 @@ Change = Callable[[str, slice, Tensor], Tensor]  # of a name and a slice of its 
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a saved model, not copies: floating-point parameters and saved buffers, tied ones once."""
+    """Return the tensors of a saved model, not copies: floating-point parameters and saved buffers, tied ones once. Of
+    a sharded model they are to be read by copy_whole."""
     saved = model.state_dict().keys()
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor.detach() for name, tensor in tensors if name in saved and tensor.is_floating_point()}
+    return {name: detached(tensor) for name, tensor in tensors if name in saved and tensor.is_floating_point()}
 
 
 def blocks(count: int) -> Iterator[slice]:

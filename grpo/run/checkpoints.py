@@ -14,8 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.lora import trained_alone
 from grpo.model.pictures import PictureProcessor
+from grpo.model.sharded import weights_to_save
 from grpo.run.collective import from_first, gather
 from grpo.run.exit import how_to_continue
 from grpo.run.folder import ENGINE, SaveError, describe_room, push_in_background, put_in_place, to_disk, write_model
@@ -112,10 +113,11 @@ class Checkpoints:
         final = self.folder / f"checkpoint-{progress.step}"
         unfinished = final.with_name(final.name + ".unfinished")
         sums: Sums = {}
+        of_model = {"processor": self.processor, "weights": weights_to_save(engine.module)}
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_model(engine.module, self.tokenizer, unfinished, self.config, progress.step, processor=self.processor)
+            write_model(engine.module, self.tokenizer, unfinished, self.config, progress.step, **of_model)
 
         def save_rank() -> None:
             with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
@@ -198,7 +200,8 @@ class Checkpoints:
             universal = checkpoint.with_name(checkpoint.name + ".universal.unfinished")
 
             def load_universal() -> None:
-                load(str(universal))
+                with kept_decays(engine.basic_optimizer):
+                    load(str(universal))
                 put_steps(engine.basic_optimizer)
 
             rearrange = partial(to_universal, checkpoint / ENGINE, universal / ENGINE)
@@ -276,10 +279,20 @@ def to_universal(engine: Path, to: Path) -> None:
         raise OSError(f"DeepSpeed's ds_to_universal: {(ended.stdout.splitlines() or ['it was killed'])[-1]}")
 
 
+@contextmanager
+def kept_decays(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep each group's weight decay: with ZeRO-3 DeepSpeed 0.19 gives all groups what the first one had."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    yield
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+
+
 def put_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Move each count of steps from the CPU, where DeepSpeed leaves it, to its parameter, as a fused AdamW needs it."""
+    """Move each count of steps from the CPU, where DeepSpeed leaves it, to its parameter, as a fused AdamW needs it.
+    Each is a copy: with ZeRO-3 all parameters have the same one, which would count a step once for each."""
     for parameter, state in optimizer.state.items():
-        state["step"] = state["step"].to(parameter.device)
+        state["step"] = state["step"].to(parameter.device, copy=True)
 
 
 def share_anew(by_rank: Sequence[list[StepBatch]], rank: int, world_size: int) -> list[StepBatch]:

@@ -54,12 +54,13 @@ def save_model(
     config: TrainerConfig,
     step: int = 0,
     processor: PictureProcessor | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card of `step`, and that the run
-    is done. Of a model with an adapter this writes the adapter alone, unless `merge_on_save` is set. Raises SaveError;
-    then `folder` does not exist."""
+    is done. `weights` are those of a sharded model (weights_to_save). Of a model with an adapter this writes the
+    adapter alone, unless `merge_on_save` is set. Raises SaveError; then `folder` does not exist."""
     with whole_folder(folder, "model") as unfinished:
-        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor)
+        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor, weights)
         write_progress(unfinished, {"step": config.max_steps})
 
 
@@ -71,16 +72,17 @@ def write_model(
     step: int,
     name: str = "MODEL",
     processor: PictureProcessor | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write as save_model does, into a folder that may stay half written. `name` is the model's name in the card."""
     if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
     else:
-        # ZeRO keeps all weights in one storage, and transformers would copy each that shares its storage. DLPack gives
-        # the same memory a storage of its own. Of weights on a GPU one shard at a time is in the host's memory.
-        weights = {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
+        # ZeRO-2 keeps all weights in one storage, and transformers would copy each that shares its storage. DLPack
+        # gives the same memory a storage of its own. Of weights on a GPU one shard at a time is in the host's memory.
+        weights = weights or {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
     if config.save_system_prompt:
         tokenizer = with_system_prompt(tokenizer, config.system_prompt)

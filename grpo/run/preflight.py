@@ -53,7 +53,7 @@ USER_FILES = {"reward_funcs", "tools", "environment", "loss_type", "advantage_es
 class RunDescription:
     """What every rank knows of a run before a model is loaded."""
 
-    def __init__(self, config: TrainerConfig, examples: list[Example], ranks: int):
+    def __init__(self, config: TrainerConfig, examples: list[Example], ranks: int, stage: int = 2):
         self._config = config
         # Two prompts of one text may have different pictures.
         prompts = [key_of(row.prompt_ids).hex() if pictures_of(row.prompt_ids) else row.prompt for row in examples]
@@ -61,6 +61,7 @@ class RunDescription:
         self.fields: dict[str, Any] = {
             "format": run_folder.FORMAT,
             "ranks": ranks,
+            "stage": stage,  # of ZeRO
             "prompts": [len(prompts), fingerprint(prompts)],
             # The arguments of rewards and environments, with the gold answers.
             "columns": {name: _sum_of_column(examples, name) for name in (examples[0].columns if examples else ())},
@@ -96,6 +97,8 @@ class RunDescription:
                 if there == here:
                     continue
             check_same(checkpoint, name, before[name], now, "leave it as it was")
+        remedy = "name a DeepSpeed file with the stage that it had"
+        check_same(checkpoint, "the stage of ZeRO", saved.get("stage", 2), self.fields["stage"], remedy)
         remedy = "set dataset_name to the same data, or begin a new run"
         check_same(checkpoint, "the prompts' count and sum", saved["prompts"], self.fields["prompts"], remedy)
         before, now = saved["columns"], self.fields["columns"]

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.config.console import free_port
 from grpo.config.errors import ConfigError, one_line
@@ -23,7 +25,9 @@ from grpo.config.fields import find_file
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
 from grpo.model.load import resolve_dtype
+from grpo.model.logprobs import body_of
 from grpo.model.lora import require_packages
+from grpo.model.sharded import is_sharded
 from grpo.run.collective import gather, own_place
 from grpo.run.watchdog import TIME_OUT, Watchdog
 from grpo.trainer.out_of_memory import START, explain_shortage
@@ -168,7 +172,10 @@ def join_ranks(config: TrainerConfig) -> Ranks:
 
 def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
     """Return the DeepSpeed engine around the policy, and its learning-rate schedule. Raises ConfigError."""
-    keep_gradients_apart(ds_config["zero_optimization"], model)
+    if shards := ds_config["zero_optimization"]["stage"] == 3:
+        _shard(model, ds_config)
+    else:
+        keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
     with (
@@ -176,7 +183,9 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
         explain_shortage(lambda: (START, START), config, lambda: "nothing is lost: no step was done"),
     ):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
-    if engine.optimizer.cpu_offload:
+    if shards:
+        _notice_passes(engine.optimizer.parameter_offload, model)
+    elif engine.optimizer.cpu_offload:
         sum_norms_in_blocks(engine.optimizer)
     # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so it would time sampled
     # tokens, and wait for the device before each.
@@ -187,6 +196,51 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
     set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     set_timeout(_longest_collective(config), engine.seq_data_parallel_group)
     return engine, schedule
+
+
+def _shard(model: PreTrainedModel, ds_config: dict) -> None:
+    """Share the weights out over the ranks' cards, one at a time. Raises ConfigError for a model without layers."""
+    layers = {type(part) for part in model.modules() if isinstance(part, GradientCheckpointingLayer)}
+    if not layers:
+        raise ConfigError(
+            f"deepspeed: {type(model).__name__} has no layers that could be gathered one by one: use stage 2"
+        )
+    # A layer's weights come at once: with an adapter peft reads some beside their modules, and experts are called as
+    # tokens choose them. Such a layer's end in the backward pass is seen by the gradient of its input.
+    deepspeed.utils.set_z3_leaf_modules(model, [*layers])
+    if not model.get_input_embeddings().weight.requires_grad:
+        model.enable_input_require_grads()
+    deepspeed.zero.Init(module=model, config_dict_or_path=ds_config, dtype=model.dtype)
+
+
+def _notice_passes(offload: Any, model: PreTrainedModel) -> None:
+    """Let DeepSpeed know where a pass begins, for it fetches weights ahead in the order of the pass before: to it a
+    pass is one of the whole model, and here the body computes. All ranks compute equally many, unless they draw."""
+
+    def begin(*_) -> None:
+        if offload.forward_hooks:  # else the weights are whole (whole_weights)
+            offload.get_param_coordinator().reset_step()
+
+    body_of(model).register_forward_pre_hook(begin, prepend=True)
+
+
+@contextmanager
+def whole_weights(engine: Any) -> Iterator[None]:
+    """Let every rank have all weights within, to draw with them as often as it has to. All ranks enter it together.
+    Without sharded weights nothing changes."""
+    if not is_sharded(engine.module):
+        yield
+        return
+    offload = engine.optimizer.parameter_offload
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        # They would let go of a weight after its module's first use.
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            yield
+        finally:
+            offload._register_deepspeed_module(engine.module)
 
 
 def sum_norms_in_blocks(zero: Any) -> None:
@@ -277,6 +331,14 @@ class _DeepSpeedFile:
                 raise self.error(f"{name} is {section!r}: write a JSON object, or take it out")
         return section
 
+    def place(self, name: str) -> str:
+        """Return where an offloading section, which may be missing, puts things: "cpu" or "none"."""
+        parent, _, key = name.rpartition(".")
+        place = self.section(name).get("device", "none") if key in self.section(parent) else "none"
+        if place not in ("cpu", "none"):
+            raise self.error(f"{name}.device is {place!r}: use 'cpu'")
+        return place
+
     def fill(self, name: str, value: Any) -> None:
         """Set a key in its section. Raises ConfigError if it has another value."""
         place, _, key = name.rpartition(".")
@@ -290,14 +352,12 @@ def _fill_zero(file: _DeepSpeedFile, config: TrainerConfig) -> str:
     """Complete the section of ZeRO. Return where its optimizer's state is: "cpu" or "none"."""
     file.settings.setdefault("zero_optimization", {"stage": 2})
     zero, name = file.section("zero_optimization"), "zero_optimization.offload_optimizer"
-    if zero.get("stage") != 2:
-        raise file.error(
-            f"zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the whole weights that "
-            "generation needs"
-        )
-    place = file.section(name).get("device", "none") if "offload_optimizer" in zero else "none"
-    if place not in ("cpu", "none"):
-        raise file.error(f"{name}.device is {place!r}: use 'cpu'")
+    if zero.get("stage") not in (2, 3):
+        raise file.error(f"zero_optimization.stage is {zero.get('stage')!r}: use 2, or 3, which shares out weights too")
+    place = file.place(name)
+    if zero["stage"] == 3:
+        file.place("zero_optimization.offload_param")
+        _check_sharding(file, config)
     if config.optim == "adamw_8bit":
         require_packages("optim", config.optim, "bitsandbytes")
         if place != "none":
@@ -307,6 +367,23 @@ def _fill_zero(file: _DeepSpeedFile, config: TrainerConfig) -> str:
             )
         file.fill("zero_allow_untested_optimizer", True)
     return place
+
+
+def _check_sharding(file: _DeepSpeedFile, config: TrainerConfig) -> None:
+    """Complete what ZeRO-3 has beyond ZeRO-2. Raises ConfigError for settings that need a rank's weights whole."""
+    # Its own linear layers round the bias apart, and would be those of the whole process: log-probs in bfloat16 would
+    # be up to 0.04 from those of a worker or a reference.
+    file.fill("zero_optimization.memory_efficient_linear", False)
+    for kind in ("weights", "nontrainable_weights", "gradients"):
+        file.fill(f"zero_optimization.zero_quantized_{kind}", False)
+    file.fill("zero_optimization.zero_hpz_partition_size", 1)
+    remedy = f"not with '{file.path}', whose stage 3 shares out the weights: "
+    config.check(config.quantization == "none", quantization=remedy + "use none")
+    config.check(config.optim != "adamw_8bit", optim=remedy + "use adamw_torch")
+    config.check(not config.merge_on_save, merge_on_save=remedy + "merge the saved adapter afterwards")
+    copies = config.beta > 0 and config.ref == "local"
+    config.check(not copies, ref=remedy + "use server, or with an adapter adapter_off")
+    config.check(not (config.ref_update_steps and config.use_peft), ref_update_steps=remedy + "use 0 with an adapter")
 
 
 @contextmanager

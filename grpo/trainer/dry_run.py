@@ -53,7 +53,7 @@ def dry_run(config: TrainerConfig) -> None:
     if config.push_to_hub:
         check_login()
     inputs = read_inputs(config, rank, ranks, device)
-    start = _describe_start(config, folder, RunDescription(config, inputs.examples, ranks))
+    start = _describe_start(config, folder, RunDescription(config, inputs.examples, ranks, inputs.zero_stage))
     model = policy_on_meta(config, resolve_dtype(config, device))
     policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
     work = RankWork.of(config, ranks, inputs)
@@ -212,7 +212,7 @@ def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> lis
     try:
         as_set = needed(config, work.ranks, cuda)
         memories = {"as set": as_set}
-        for name, ranks, changes in _changes(work, offloaded="masters" in as_set.host):
+        for name, ranks, changes in _changes(work, as_set):
             # A change that a run would refuse, or whose package is not installed, is no choice.
             with suppress(ConfigError):
                 changed = replace(config, **changes)
@@ -227,7 +227,7 @@ def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> lis
     return [*lines, "", *change_lines(memories, resolve_dtype(config, cuda))]
 
 
-def _changes(work: RankWork, offloaded: bool) -> Iterator[tuple[str, int, dict[str, object]]]:
+def _changes(work: RankWork, as_set: Memory) -> Iterator[tuple[str, int, dict[str, object]]]:
     """Yield changes that may lower a rank's memory: name, number of ranks, settings."""
     yield f"{2 * work.ranks} ranks", 2 * work.ranks, {}
     halved = "micro_batch_tokens", "sequences_per_generate", "max_completion_length"
@@ -235,8 +235,11 @@ def _changes(work: RankWork, offloaded: bool) -> Iterator[tuple[str, int, dict[s
     settings |= dict.fromkeys(("gradient_checkpointing", "activation_offloading", "tiled_mlp"), True)
     settings |= {"dtype": "bfloat16", "optim": "adamw_8bit"}
     settings |= {"freeze_vision_tower": True} if work.processor is not None else {}
-    settings |= {} if offloaded else {"deepspeed": "configs/ds_offload.json"}
-    for name, value in (settings | {"use_peft": True, "quantization": "4bit"}).items():
+    kinds = {"offload": "masters" not in as_set.host}
+    if work.ranks > 1:
+        kinds |= {"zero3": "small weights" not in as_set.standing, "zero3_offload": "weights" not in as_set.host}
+    files = [("deepspeed", f"configs/ds_{kind}.json") for kind, is_change in kinds.items() if is_change]
+    for name, value in [*settings.items(), *files, ("use_peft", True), ("quantization", "4bit")]:
         yield f"{name} {value}", work.ranks, {name: value}
 
 

@@ -48,6 +48,19 @@ class Inputs:
     callback: Callable | None  # the user's, after each step
     best_by: str  # the evaluation's metric by which a checkpoint is the best; empty if the run has no evaluation
 
+    def draws_here(self, config: TrainerConfig) -> bool:
+        """Tell whether the trainer's ranks draw completions: to train on, or to evaluate."""
+        return config.sampler != "pool" or bool(self.held_out)
+
+    def begins_whole(self, config: TrainerConfig) -> bool:
+        """Tell whether each rank's card has the whole model at the start. With ZeRO-3 it may be larger than a card,
+        unless the ranks draw."""
+        return self.draws_here(config) or self.zero_stage < 3
+
+    @property
+    def zero_stage(self) -> int:
+        return self.ds_config["zero_optimization"]["stage"]
+
     @property
     def pictured(self) -> list[PicturedPrompt]:
         return [example.prompt_ids for example in self.examples if pictures_of(example.prompt_ids)]

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def load_policy(config: TrainerConfig, inputs: Inputs, device: torch.device) -> tuple[PreTrainedModel, ModelInfo]:
     """Load the policy, and describe it before anything of it is changed."""
     log.info("loading %s", config.model_name_or_path)
-    model = load_model(config, device)
+    model = load_model(config, device, on_host=not inputs.begins_whole(config))
     policy_info = describe(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
@@ -61,10 +61,12 @@ def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> LocalRefere
     return LocalReference(model, copies=came_with_adapter or config.ref == "local")
 
 
-def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> tuple[Batcher, Sampler]:
-    """Try out which batches and which local sampler the model allows."""
+def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> tuple[Batcher, Sampler | None]:
+    """Try out which batches and which local sampler the model allows; none if nothing is drawn here."""
     with enough_memory(config):
         batcher = make_batcher(model, inputs.tokenizer.pad_token_id, inputs.processor)
+        if not inputs.draws_here(config):
+            return batcher, None
         packs = batcher.packs and config.sampler != "generate"
         limits = config.max_completion_length, config.sequences_per_generate, packs
         return batcher, make_sampler(model, inputs.tokenizer, *limits, batcher.vision, inputs.turns, config.cuda_graphs)

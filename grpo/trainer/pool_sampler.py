@@ -32,7 +32,7 @@ from grpo.run.collective import raise_together
 from grpo.run.folder import SaveError
 from grpo.sampling.sampler import OnGroups, Sampler
 from grpo.trainer.deepspeed_engine import Ranks
-from grpo.trainer.publish_policy import PoolRun
+from grpo.trainer.publish_policy import PolicyCopy, PoolRun
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class PoolSampler(Sampler):
     config: TrainerConfig
     source: PoolClient | Replay
     ask: Retrier
+    policy: PolicyCopy | None  # None where nothing is published
     run: PoolRun | None  # rank 0's, where something is published
     tokenizer: PreTrainedTokenizerBase
     end_ids: list[int]
@@ -110,6 +111,10 @@ class PoolSampler(Sampler):
         """Begin the round that follows so many updates: publish this version. Returns on every rank when the pool has
         the version that draws the round. Raises ServersLost on every rank."""
         self._round = version // self.config.updates_per_round
+        if self.run is not None:
+            self.run.publisher.wait_written()
+        if self.policy is not None:
+            self.policy.take()
         with self._wait_together():
             if self.run is not None:
                 self.run.publish(version, self._round)

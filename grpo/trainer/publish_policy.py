@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +33,7 @@ from grpo.model.load import eos_token_ids, longest_sequence
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import NAME, adapter_weights, base_weights, quantization_of
 from grpo.model.packing import Batcher
+from grpo.model.sharded import copy_whole, is_sharded, shape_of
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import make_delta, sha256_of
@@ -49,24 +50,50 @@ _PROBE = (8, 56)  # tokens of the prompt and of the completion
 
 
 @dataclass
+class PolicyCopy:
+    """A copy of the policy's weights in rank 0's memory, and its log-probs of a probe. Every rank has one."""
+
+    model: PreTrainedModel
+    batcher: Batcher
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    probe: Probe | None = None
+    base: dict[str, torch.Tensor] | None = None  # what an adapter is on, until it is written
+
+    def __post_init__(self) -> None:
+        draw, self.vocab_size = random.Random(0), shape_of(self.model.get_input_embeddings().weight)[0]
+        ids = [draw.randrange(self.vocab_size) for _ in range(sum(_PROBE))][: longest_sequence(self.model.config)]
+        prompt = min(_PROBE[0], len(ids) - 1)
+        self._ids = ids[:prompt], ids[prompt:]
+
+    def take(self) -> None:
+        """Copy the policy as it is: it may change then. All ranks call it together."""
+        has_adapter = hasattr(self.model, "peft_config")
+        if has_adapter and self.probe is None and is_sharded(self.model):
+            self.base = copy_whole(base_weights(self.model))
+        copy_whole(adapter_weights(self.model) if has_adapter else named_weights(self.model), self.weights)
+        self.probe = self._score()
+
+    @torch.no_grad()
+    def _score(self) -> Probe:
+        prompt, completion = self._ids
+        logprobs, _ = token_logprobs(self.model, self.batcher.make([self._ids], self.model.device), temperature=1.0)
+        # Short numbers: every worker reads the probes of all versions, each time.
+        return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
+
+
+@dataclass
 class PolicyPublisher:
     """The versions of the policy that a pool gets, on rank 0. Raises ServerError if the pool refuses something or does
     not answer by the deadline, SaveError, and Stopped once `stop` is set."""
 
     client: PoolClient
-    model: PreTrainedModel
-    batcher: Batcher
+    policy: PolicyCopy
     run_folder: Path
     ask: Retrier
     stop: threading.Event
 
     def __post_init__(self) -> None:
-        draw, vocab_size = random.Random(0), self.model.get_input_embeddings().weight.shape[0]
-        ids = [draw.randrange(vocab_size) for _ in range(sum(_PROBE))][: longest_sequence(self.model.config)]
-        prompt = min(_PROBE[0], len(ids) - 1)
-        self._probe = ids[:prompt], ids[prompt:]
         self._folder = self.run_folder / "policy"
-        self._copies: dict[str, torch.Tensor] = {}
         self._last: Version | None = None
         self._published = 0
         self._thread = ThreadPoolExecutor(1, "publish the policy")
@@ -75,11 +102,11 @@ class PolicyPublisher:
 
     def write_base(self) -> tuple[Path, str] | None:
         """Write an adapter's base; return the file, the caller's to remove, and its SHA-256. None without adapter."""
-        if not hasattr(self.model, "peft_config"):
+        if not hasattr(self.policy.model, "peft_config"):
             return None
-        path = self._folder / "base.safetensors"
+        path, copied, self.policy.base = self._folder / "base.safetensors", self.policy.base, None
         with _saving(path):
-            return path, self._write(path, base_weights(self.model))
+            return path, self._write(path, copied or base_weights(self.policy.model))
 
     def send_left(self, first: int, end: int) -> None:
         """Send the versions from `first` to before `end` that an earlier start left unsent. Empties the folder."""
@@ -90,11 +117,9 @@ class PolicyPublisher:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def publish(self, version: int) -> None:
-        """Publish the policy as it is after `version` updates, once the publication before is over. Returns when it is
-        copied: it may change then."""
+        """Publish the copy of the policy after `version` updates, once the publication before is over."""
         self.wait()
-        weights, probe = self._copy_weights(), self._score_probe()
-        self._written = self._thread.submit(self._write_version, version, weights, probe)
+        self._written = self._thread.submit(self._write_version, version, self.policy.weights, self.policy.probe)
         self._publication = self._thread.submit(self._send, self._written)
 
     def wait(self) -> None:
@@ -103,7 +128,8 @@ class PolicyPublisher:
             self._publication.result()
 
     def wait_written(self) -> None:
-        """Return when the version that was published last is in the run's folder, or could not be written."""
+        """Return when the version that was published last is in the run's folder, or could not be written: the copy
+        may change then."""
         if self._written is not None:
             wait([self._written])
 
@@ -113,22 +139,6 @@ class PolicyPublisher:
         self._thread.shutdown(wait=False)
         if self._publication is not None and self._publication.done() and not self._publication.exception():
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _copy_weights(self) -> dict[str, torch.Tensor]:
-        weights = adapter_weights(self.model) if hasattr(self.model, "peft_config") else named_weights(self.model)
-        for name, weight in weights.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty_like(weight, device="cpu")
-            self._copies[name].copy_(weight)
-        return self._copies
-
-    @torch.no_grad()
-    def _score_probe(self) -> Probe:
-        prompt, completion = self._probe
-        batch = self.batcher.make([self._probe], self.model.device)
-        logprobs, _ = token_logprobs(self.model, batch, temperature=1.0)
-        # Short numbers: every worker reads the probes of all versions, each time.
-        return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
 
     def _write_version(self, number: int, weights: dict[str, torch.Tensor], probe: Probe) -> Version:
         path = self._path(number)
@@ -229,16 +239,16 @@ class PoolRun:
     turns: UserResponder | None  # the trainer's, which its workers' must be like
 
     def __post_init__(self) -> None:
-        self._pool, self._ask, model = self.publisher.client, self.publisher.ask, self.publisher.model
+        self._pool, self._ask, policy = self.publisher.client, self.publisher.ask, self.publisher.policy
         self._needed, self._is_begun = 0, False
-        self._files, config, turns = model_files(model, self.tokenizer), self.config, self.turns
+        self._files, config, turns = model_files(policy.model, self.tokenizer), self.config, self.turns
         of_turns = {setting: getattr(config, setting) for setting in SETTINGS}
         of_config = "max_completion_length", "temperature", "seed", "in_flight_weight_updates"
         self._run = RunInfo(
             run=self.checkpoints.identity,
             name=self.name,
-            vocab_size=model.get_input_embeddings().weight.shape[0],
-            eos_token_ids=eos_token_ids(model, self.tokenizer),
+            vocab_size=policy.vocab_size,
+            eos_token_ids=eos_token_ids(policy.model, self.tokenizer),
             model_files=hashlib.sha256(self._files).hexdigest(),
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
             num_generations=config.draws,

@@ -25,6 +25,7 @@ from grpo.config.errors import ConfigError
 from grpo.model.fingerprint import fingerprint_with
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
+from grpo.model.sharded import weights_to_save
 from grpo.model.weights_file import WeightsFile, named_weights, write_weights
 from grpo.run.collective import from_first, raise_together
 from grpo.run.folder import to_disk, whole_folder
@@ -71,11 +72,12 @@ class WeightPublisher:
                 f"ref_mixup_alpha={alpha}: the servers have other weights than the policy begins with, and the "
                 "mixture needs them: start the servers with the policy's model, or use 1"
             )
+        weights = weights_to_save(self.model) if same else None
         if self.folder is None:
             return
         folder = self.folder / "reference-0"
         if same:
-            self._save(0)
+            self._save(0, weights)
         else:
             with whole_folder(folder, "reference"):
                 pass  # an empty folder: the trainer does not have these weights
@@ -86,7 +88,8 @@ class WeightPublisher:
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
         """Make the policy after this step the reference. Returns when no older one is used any more, and deletes them
         but for those of the steps in `needed`. Raises ServersLost if no server takes the new one, SaveError."""
-        self._announce(step, self._save(step) if self.folder is not None else None)
+        weights = weights_to_save(self.model)
+        self._announce(step, self._save(step, weights) if self.folder is not None else None)
         kept = {f"reference-{kept_step}" for kept_step in (step, *needed)}
         for folder in self.folder.glob("reference-*") if self.folder is not None else ():
             if folder.name not in kept:
@@ -121,12 +124,12 @@ class WeightPublisher:
             self.client.balancer.use_only(fingerprint)
         log.info("the reference is now the policy of step %d (%s)", step, fingerprint)
 
-    def _save(self, step: int) -> WeightsToSend:
-        """Write the new reference as a model that the server, or anybody, can load."""
+    def _save(self, step: int, weights: dict[str, torch.Tensor] | None) -> WeightsToSend:
+        """Write the new reference as a model that the server, or anybody, can load. `weights` are a sharded model's."""
         folder = self.folder / f"reference-{step}"
         with whole_folder(folder, "reference") as unfinished:
             model = self._merge_adapter()
-            sha256 = self._write(unfinished / _FILE, named_weights(model))
+            sha256 = self._write(unfinished / _FILE, weights or named_weights(model))
             settings = copy.deepcopy(model.config)
             settings.weights_sha256 = sha256  # part of its fingerprint
             settings.dtype = settings.dtype if self.config.ref_mixup_alpha == 1 else torch.float32

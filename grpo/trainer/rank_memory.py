@@ -1,8 +1,8 @@
 """The memory of a rank of the trainer, computed from the settings and from a model on device meta.
 
-Activations are counted, as grpo/model/memory.py does; the rest is DeepSpeed's ZeRO-2 (deepspeed 0.19,
-runtime/zero/stage_1_and_2.py). docs/dry_run.md has the formula. `python -m benchmarks.train_memory` compares it with
-measured peaks on a CPU, `python -m benchmarks.gpu --part memory` on a GPU.
+Activations are counted, as grpo/model/memory.py does; the rest is DeepSpeed's ZeRO-2 and ZeRO-3 (deepspeed 0.19,
+runtime/zero/stage_1_and_2.py, stage3.py). docs/dry_run.md has the formula. `python -m benchmarks.train_memory` compares
+it with measured peaks on a CPU, `python -m benchmarks.gpu --part memory` on a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.config.trainer import TrainerConfig
 from grpo.model import memory
@@ -96,7 +97,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     config, cuda, item = work.config, device_type == "cuda", model.dtype.itemsize
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     share, largest, zero = -(-sum(sizes) // work.ranks), max(sizes), ds_config["zero_optimization"]
-    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    offloads = _is_away(zero, "offload_optimizer")
     # DeepSpeed adds gradients in 16 bits up in one piece in fp32, which AdamW reads too.
     in_fp32 = item == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     eight_bit = sum(weight.numel() for weight in in_8_bits(model)) if config.optim == "adamw_8bit" else 0
@@ -105,29 +106,32 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     standing = {"weights": memory.weights(model, config.quantization)}
     if config.beta > 0 and config.ref == "local":
         standing["reference weights"] = item * sum(sizes)
-    if offloads:
+    shares = zero.get("stage") == 3
+    if shares:
+        standing |= _shared_out(model, work, zero)
+        optimizer["gradients"] = (4 if in_fp32 else item) * share + (4 * share if offloads else 0)
+    elif offloads:
         standing["a gradient"] = item * largest
         in_16_bits = 0 if in_fp32 else item * max(share, largest)
         optimizer["gradients"] = 4 * share + in_16_bits + item * largest  # in fp32, and as they come
         optimizer["weights on their way back"] = item * share
     in_host = cuda and offloads
     host = dict(optimizer) if in_host else {}
+    if shares and cuda and _is_away(zero, "offload_param"):
+        host["weights"] = standing.pop("weights")
     if cuda and config.activation_offloading:
         text = model.config.get_text_config()
         host["activations"] = text.num_hidden_layers * work.tokens * text.hidden_size * item
 
-    least = len(work.pictured or ()) + config.num_generations  # a prompt with pictures, a token of each completion
-    pictures = work.pictures(min(work.prompts, max(1, work.tokens // least)))
-    head = model.get_output_embeddings().weight
-    # A key of a prompt is laid out before each of its completions too.
-    copies = (work.longest_prompt + config.num_generations * work.sequence) / work.group
-    size = work.tokens, work.sequence, device_type, copies
-    of_tokens = {
-        "activations": memory.activations(model, *size, backward=True, pictures=pictures),
-        "head's gradient": item * head.numel() if head.requires_grad else 0,  # until the embeddings' is there, if tied
-        **memory.beside_products(model, config.quantization, work.tokens),
-    }
-    begin, end, step = _gradients(work, item, sizes, zero, in_fp32, offloads, cuda)
+    sampling = _sampling(model, work, device_type)
+    if shares:
+        begin = end = {"weights in place": _in_place(model, zero), "a gradient": 2 * item * largest}
+        norm = {"the largest in fp64": 8 * min(share, largest)}
+        step = norm if offloads else {"gradients in fp32": 4 * min(share, _SUB_GROUP)}
+        if sampling and (work.ranks > 1 or "weights" in host):
+            sampling["all weights"] = memory.weights(model, config.quantization)
+    else:
+        begin, end, step = _gradients(work, item, sizes, zero, in_fp32, offloads, cuda)
     if eight_bit and not cuda:
         step["bitsandbytes' moments in fp32"] = 20 * share  # on a CPU alone
     outside = {"CUDA": memory.CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS, "pixels": work.kept_pixels}
@@ -137,13 +141,59 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         outside=outside,
         standing=standing if in_host else standing | optimizer,
         phases={
-            SAMPLING: _sampling(model, work, device_type),
-            BACKWARD: max(of_tokens | begin, end, key=memory.total),
+            SAMPLING: sampling,
+            BACKWARD: max(_of_tokens(model, work, device_type) | begin, end, key=memory.total),
             STEP: step,
         },
         device_type=device_type,
         host=host,
     )
+
+
+def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memory.Terms:
+    """Return what a micro-batch's forward and backward pass hold."""
+    config = work.config
+    least = len(work.pictured or ()) + config.num_generations  # a prompt with pictures, a token of each completion
+    pictures = work.pictures(min(work.prompts, max(1, work.tokens // least)))
+    head = model.get_output_embeddings().weight
+    # A key of a prompt is laid out before each of its completions too.
+    copies = (work.longest_prompt + config.num_generations * work.sequence) / work.group
+    size = work.tokens, work.sequence, device_type, copies
+    return {
+        "activations": memory.activations(model, *size, backward=True, pictures=pictures),
+        "head's gradient": model.dtype.itemsize * head.numel()
+        if head.requires_grad
+        else 0,  # until the embeddings' is there, if tied
+        **memory.beside_products(model, config.quantization, work.tokens),
+    }
+
+
+def _is_away(zero: dict, what: str) -> bool:
+    return zero.get(what, {}).get("device", "none") != "none"
+
+
+# ZeRO-3's settings; these are DeepSpeed's defaults.
+_SUB_GROUP = 10**9  # numbers that AdamW steps at a time
+_KEPT = "stage3_param_persistence_threshold", 10**5  # weights of so many numbers at most stay whole
+_AHEAD = "stage3_prefetch_bucket_size", 5 * 10**7
+
+
+def _shared_out(model: PreTrainedModel, work: RankWork, zero: dict) -> memory.Terms:
+    """Return what ZeRO-3 keeps of the weights, and its bucket."""
+    sizes, item = [parameter.numel() for parameter in model.parameters()], model.dtype.itemsize
+    small = sum(size for size in sizes if size <= int(zero.get(*_KEPT))) if work.ranks > 1 else 0
+    terms = {"weights": -(-sum(sizes) // work.ranks), "small weights": small}
+    terms["bucket"] = int(zero.get("reduce_bucket_size", 500_000_000))
+    return {name: item * count for name, count in terms.items()}
+
+
+def _in_place(model: PreTrainedModel, zero: dict) -> int:
+    """Return the bytes of the largest weights that are whole at a time: a layer's, or the head's, and those ahead."""
+    parts = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    sizes = [sum(weight.numel() for weight in part.parameters()) for part in parts]
+    rest = sum(weight.numel() for weight in model.parameters()) - max(sizes)
+    largest = max([*sizes, model.get_output_embeddings().weight.numel()])
+    return model.dtype.itemsize * (largest + min(int(zero.get(*_AHEAD)), rest))
 
 
 def _gradients(

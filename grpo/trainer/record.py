@@ -16,11 +16,13 @@ from grpo.client.server_errors import ServersLost
 from grpo.config.errors import RewardError
 from grpo.config.user_code import user_code
 from grpo.data.records import StepBatch
+from grpo.model.sharded import weights_to_save
 from grpo.rewards.functions import TrainerState, format_user_stack
 from grpo.run.collective import from_first, gather
 from grpo.run.exit import EndRun
 from grpo.run.folder import save_model, use_best
 from grpo.run.json_lines import with_error
+from grpo.trainer.deepspeed_engine import whole_weights
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
 from grpo.trainer.rewarding import RewardsLost, fail_together
@@ -64,7 +66,8 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
         log.info("step %d: evaluating %d held-out problems", step, len(examples))
         run.sampler.update_weights(step)
         state = TrainerState(step, config.max_steps)
-        metrics, completions = evaluate(run.sampler, examples, run.rewarder, ranks.rank, ranks.size, state)
+        with whole_weights(run.engine):
+            metrics, completions = evaluate(run.sampler, examples, run.rewarder, ranks.rank, ranks.size, state)
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
         recorded = sorted(greedy, key=itemgetter("problem"))[: config.log_eval_completions]
@@ -216,6 +219,7 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
 
 def finish(run: Run) -> None:
     """Save the model of a run that is done, and leave the other ranks."""
+    weights = weights_to_save(run.engine.module)
     if run.recorder:
         config, inputs, step, folder = run.config, run.inputs, run.progress.step, run.folder / "model"
         best, value = run.checkpoints.best() if config.load_best_model_at_end else (None, -math.inf)
@@ -223,7 +227,7 @@ def finish(run: Run) -> None:
             log.info("the run's model is that of %s, the best by %s", best.name, inputs.best_by)
             use_best(best, folder, config)
         else:
-            save_model(run.engine.module, inputs.tokenizer, folder, config, step, inputs.processor)
+            save_model(run.engine.module, inputs.tokenizer, folder, config, step, inputs.processor, weights)
     run.ranks.watchdog.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if run.client is not None:

@@ -5,7 +5,8 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 (grpo/trainer/step.py), which packs them with `Batcher.make` and gives their log-probs to `grpo_loss`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -43,6 +44,7 @@ class Rounds:
     rewarder: Rewarder
     client: ReferenceClient | None  # None without servers
     reference: LocalReference | None  # None unless the policy itself is the reference
+    weights_to_draw: Callable[[], AbstractContextManager] = nullcontext  # in which the sampler has the whole model
     logged: dict[str, list[float]] = field(default_factory=dict)  # what log_metric was given, until a step has taken it
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class Rounds:
         self._state, self._clock, self._requests = TrainerState(updates, config.max_steps), clock, {}
         with clock("generate"):
             self.sampler.update_weights(updates)
-        with fail_together():
+        with fail_together(), self.weights_to_draw():
             with clock("generate"):
                 groups = self._draw(examples, ids, attempt=0)
             with clock("reward"):
@@ -173,7 +175,7 @@ class Rounds:
             for group_id in ids:
                 if (request := self._requests.pop(group_id, None)) is not None:
                     request.cancel()
-            with fail_together():
+            with fail_together(), self.weights_to_draw():
                 with self._clock("generate"):
                     places = [group_id - first_step * config.prompts_per_step for group_id in ids]
                     examples = self.stream.replacements(first_step, config.steps_per_generation, attempt, places)

@@ -2,18 +2,20 @@
 
 import logging
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.packing import Batcher
-from grpo.pool.client import Retrier
+from grpo.pool.client import PoolClient, Retrier
 from grpo.rewards.compute import start_rewards
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
 from grpo.run.collective import on_first
@@ -23,11 +25,11 @@ from grpo.run.preflight import RunDescription
 from grpo.run.recorder import Recorder, record_start
 from grpo.run.run_folder import make_run_folder, read_progress
 from grpo.sampling.sampler import Sampler
-from grpo.trainer.deepspeed_engine import Ranks, start_engine
+from grpo.trainer.deepspeed_engine import Ranks, start_engine, whole_weights
 from grpo.trainer.inputs import Inputs
 from grpo.trainer.policy import choose_sampler, load_policy, make_trainable
 from grpo.trainer.pool_sampler import PoolSampler, Replay, connect
-from grpo.trainer.publish_policy import PolicyPublisher, PoolRun
+from grpo.trainer.publish_policy import PolicyCopy, PolicyPublisher, PoolRun
 from grpo.trainer.publish_reference import WeightPublisher, has_begun
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
@@ -47,7 +49,7 @@ class Run:
     engine: Any  # DeepSpeedEngine around the policy
     schedule: LRScheduler
     batcher: Batcher
-    sampler: Sampler
+    sampler: Sampler | None  # the ranks' own; None if they draw nothing
     rounds: Rounds
     client: ReferenceClient | None  # None without a reference server
     publisher: WeightPublisher | None  # None without reference updates
@@ -91,13 +93,19 @@ def set_up(
     if client is not None:
         check_reference(config, policy_info, reference, any_version, bool(inputs.pictured))
     local_reference = make_trainable(model, config)
-    batcher, sampler = choose_sampler(config, inputs, model)
+    if inputs.zero_stage == 3 and local_reference is not None and local_reference.copies:
+        config.refuse("ref", "the adapter has weights to begin with, of which stage 3 keeps no copy: use server")
+    if begins_whole := inputs.begins_whole(config):
+        batcher, sampler = choose_sampler(config, inputs, model)
     publisher = None
     if config.ref_update_steps:
         run_folder = folder if rank == 0 else None
         publisher = WeightPublisher(config, client, model, inputs.tokenizer, policy_info, run_folder, inputs.processor)
     log.info("starting DeepSpeed on %d x %s", world_size, device)
     engine, schedule = start_engine(config, inputs.ds_config, model)
+    if not begins_whole:
+        with torch.no_grad():  # DeepSpeed's hooks refuse the gradients of some weights: log-probs alone are tried
+            batcher, sampler = choose_sampler(config, inputs, model)
 
     on_first(rank, partial(make_run_folder, config, folder))
     first_reference = reference.fingerprint if reference is not None else ""
@@ -110,13 +118,12 @@ def set_up(
     if client is not None:
         client.balancer.stopping = stop_waiting
     if config.sampler == "pool":
-        source = pool or Replay(config.replay, checkpoints.identity)
-        ask = Retrier(source, config.pool_deadline, stop_waiting)
-        if pool is not None and rank == 0:
-            policy = PolicyPublisher(pool, engine.module, batcher, folder, ask, stop_waiting)
-            pool_run = PoolRun(config, policy, inputs.tokenizer, folder.name, checkpoints, inputs.turns)
-        drawing = PoolSampler(config, source, ask, pool_run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
-    rounds = Rounds(config, engine.module, drawing, batcher, inputs.stream, rewarder, client, local_reference)
+        policy = PolicyCopy(engine.module, batcher) if pool is not None else None
+        drawing = _let_workers_draw(config, inputs, ranks, pool, policy, checkpoints, stop_waiting)
+        pool_run = drawing.run
+    weights_to_draw = nullcontext if config.sampler == "pool" else partial(whole_weights, engine)
+    parts = drawing, batcher, inputs.stream, rewarder, client, local_reference
+    rounds = Rounds(config, engine.module, *parts, weights_to_draw)
     progress = Progress(config.beta, config.entropy_coef, reference=first_reference)
     if checkpoint is not None:
         progress = checkpoints.load(checkpoint, engine)
@@ -134,13 +141,31 @@ def set_up(
 
 def _describe_run(config: TrainerConfig, inputs: Inputs, world_size: int, checkpoint: Path | None) -> RunDescription:
     """Describe the run. Compare a checkpoint with it, and let DeepSpeed load one of another number of ranks."""
-    description = RunDescription(config, inputs.examples, world_size)
+    description = RunDescription(config, inputs.examples, world_size, inputs.zero_stage)
     if checkpoint is not None:
         saved = read_progress(checkpoint)
         description.check(checkpoint, saved)
         if saved["ranks"] != world_size:
             inputs.ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
     return description
+
+
+def _let_workers_draw(
+    config: TrainerConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    pool: PoolClient | None,
+    policy: PolicyCopy | None,
+    checkpoints: Checkpoints,
+    stop_waiting: threading.Event,
+) -> PoolSampler:
+    """Return the sampler of a run with a pool, or that replays one: then there is neither pool nor copy."""
+    source, folder, run = pool or Replay(config.replay, checkpoints.identity), checkpoints.folder, None
+    ask = Retrier(source, config.pool_deadline, stop_waiting)
+    if policy is not None and ranks.rank == 0:
+        publisher = PolicyPublisher(pool, policy, folder, ask, stop_waiting)
+        run = PoolRun(config, publisher, inputs.tokenizer, folder.name, checkpoints, inputs.turns)
+    return PoolSampler(config, source, ask, policy, run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
 
 
 def _reach_reference(

@@ -245,10 +245,10 @@ def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
 
 
 def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> Batch:
-    """Make a micro-batch. If the vision tower is trained and no prompt has a picture, add a small one without a
-    completion, whose gradient is 0. ZeRO-2 sums gradients over the ranks as they arrive: if another rank has pictures,
-    they would come in another order, and ranks add up those of different weights, or wait for ever. On one rank too:
-    for an offloaded parameter without a gradient DeepSpeed takes that of the step before."""
+    """Make a micro-batch. If the vision tower is trained, or sharded, and no prompt has a picture, add a small one
+    without a completion, whose gradient is 0. ZeRO-2 sums gradients over the ranks as they arrive: if another rank has
+    pictures, they would come in another order, and ranks add up those of different weights, or wait for ever. On one
+    rank too: for an offloaded parameter without a gradient DeepSpeed takes that of the step before."""
     sequences, drawn = _sequences(samples), [sample.drawn for sample in samples]
     filler = batcher.vision.filler if batcher.vision is not None else None
     if filler is not None and not any(pictures_of(prompt) for prompt, _ in sequences):

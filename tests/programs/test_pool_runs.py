@@ -17,7 +17,9 @@ from pools import Worker, drawn, running_pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
 from servers import exact, status, wait_until
+from sharded import ON_CARDS, in_layers
 from trainer_runs import (
+    KINDS,
     check_weights,
     finish,
     one_line,
@@ -72,10 +74,17 @@ def drawing(folder: Path, *names: str):
         yield served
 
 
-def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itself(words, tmp_path):
-    """With replaced groups, rounds of two steps and two updates from each, and another pool for the second round."""
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["whole", "shared out", "shared out, with an adapter"])
+def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itself(words, tmp_path, kind):
+    """With replaced groups, rounds of two steps and two updates from each, and another pool for the second round. Ranks
+    that share out the weights have them whole to draw, and never where workers draw."""
     changes = {"max_resample": 1, "reward_tolerance": 0.15, "steps_per_generation": 2, "num_iterations": 2}
     changes |= {"importance_sampling_mode": "none"}
+    if kind != "whole":
+        changes |= {"deepspeed": in_layers(ON_CARDS, tmp_path)}
+    if "adapter" in kind:
+        changes |= KINDS["LoRA"]
     finish(2, words(tmp_path / "own", **changes))
     for steps, names in ((4, "ab"), (STEPS, "c")):
         folder = tmp_path / f"pool-{steps}"

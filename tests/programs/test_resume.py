@@ -97,7 +97,9 @@ def test_a_copy_of_the_first_weights_is_the_servers_reference_also_after_a_kill(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5)])
+@pytest.mark.parametrize(
+    "ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5), (2, "sharded", 5)]
+)
 def test_killed_at_any_moment_it_ends_with_the_same_weights(ranks, kind, kills, resumable, undisturbed, tmp_path, few):
     expected, run, killed = undisturbed(ranks, kind), tmp_path / "run", 0
     with resumable(kind) as (words, _):

@@ -17,7 +17,7 @@ KILLED = "grpo.run.checkpoints:Checkpoints.delete_old:before:"
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["reference updates", "LoRA"])
+@pytest.mark.parametrize("kind", ["reference updates", "LoRA", "sharded"])
 def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_folder, tmp_path, kind):
     with reference(model_folder, tmp_path / "server") as server:
         finish(2, setting(tmp_path / "straight", kind, draws=False, ref_servers=server.url))

@@ -63,7 +63,17 @@ def zero(**settings) -> dict:
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, .* makes it False"),
         ({"optimizer": {"type": "Adam"}}, "optimizer is set there, .* take it out"),
         ({"scheduler": {}}, "scheduler is set there, .* take it out"),
-        (zero(stage=3), "zero_optimization.stage is 3: use 2"),
+        (zero(stage=1), "zero_optimization.stage is 1: use 2, or 3"),
+        (
+            zero(stage=3, offload_param={"device": "nvme"}),
+            "zero_optimization.offload_param.device is 'nvme': use 'cpu'",
+        ),
+        (
+            zero(stage=3, memory_efficient_linear=True),
+            "zero_optimization.memory_efficient_linear is True, .* makes it F",
+        ),
+        (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights is True, .* makes it F"),
+        (zero(stage=3, zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size is 8, .* makes it 1"),
         (zero(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device is 'nvme': use 'cpu'"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype is 'bf16': with torch.float32 use"),
         ("{", "not JSON"),
@@ -77,6 +87,24 @@ def zero(**settings) -> dict:
 def test_contradictions_are_refused(with_file, settings, expected):
     with pytest.raises(ConfigError, match=rf"deepspeed='.*ds.json': .*{expected}"):
         with_file(settings)
+
+
+@pytest.mark.parametrize(
+    "words, refused",
+    [
+        (["--quantization=4bit", "--use_peft"], "quantization='4bit': .* use none"),
+        (["--optim=adamw_8bit"], "optim='adamw_8bit': .* use adamw_torch"),
+        (["--use_peft", "--merge_on_save"], "merge_on_save=True: .* merge the saved adapter afterwards"),
+        (["--ref=local"], "ref='local': .* use server, or with an adapter adapter_off"),
+        (["--use_peft", "--ref_update_steps=2"], "ref_update_steps=2: .* use 0 with an adapter"),
+    ],
+)
+def test_what_needs_a_ranks_weights_whole_is_refused_where_they_are_shared_out(with_file, words, refused):
+    pytest.importorskip("peft")
+    if words[0].startswith(("--quant", "--optim")):
+        pytest.importorskip("bitsandbytes")
+    with pytest.raises(ConfigError, match=refused):
+        with_file(zero(stage=3), *words)
 
 
 def test_what_agrees_and_what_is_not_ours_is_kept(with_file):

@@ -80,7 +80,7 @@ def draw(settings, ranks, tokenizer, tmp_path):
         source = Kept(tmp_path / "pool.sqlite")
         sources.append(source)
         ask, stream = Retrier(source, 900.0, threading.Event()), PromptStream(examples, count, seed=0)
-        sampler = PoolSampler(config, source, ask, None, tokenizer, [2], stream, ranks)
+        sampler = PoolSampler(config, source, ask, None, None, tokenizer, [2], stream, ranks)
         sampler.update_weights(0)
         return sampler.sample(examples, 2, 1.0, config.seed, ids=range(count)), source
 

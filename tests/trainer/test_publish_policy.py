@@ -35,7 +35,7 @@ from grpo.pool.protocol import GroupResult, Task, Version
 from grpo.run.folder import SaveError
 from grpo.sampling.self_check import make_sampler
 from grpo.server.http import HttpServer
-from grpo.trainer.publish_policy import PolicyPublisher, PoolRun, model_files
+from grpo.trainer.publish_policy import PolicyCopy, PolicyPublisher, PoolRun, model_files
 from grpo.workers.transformers_engine import TransformersEngine
 from grpo.workers.weights_folder import ModelFolder
 from ref_server import make_app
@@ -99,13 +99,24 @@ def publisher_of(
     client: PoolClient, model, folder: Path, deadline: float = 30.0, stop: threading.Event | None = None
 ) -> PolicyPublisher:
     stop = stop or threading.Event()
-    return PolicyPublisher(client, model, make_batcher(model, 0), folder, Retrier(client, deadline, stop), stop)
+    copy = PolicyCopy(model, make_batcher(model, 0))
+    return PolicyPublisher(client, copy, folder, Retrier(client, deadline, stop), stop)
+
+
+def take_copy(publisher: PolicyPublisher) -> None:
+    publisher.wait_written()
+    publisher.policy.take()
+
+
+def publish(publisher: PolicyPublisher, version: int) -> None:
+    take_copy(publisher)
+    publisher.publish(version)
 
 
 def published(client: PoolClient, model, folder: Path, *versions: int) -> PolicyPublisher:
     publisher = publisher_of(client, model, folder)
     for version in versions:
-        publisher.publish(version)
+        publish(publisher, version)
     publisher.wait()
     return publisher
 
@@ -127,7 +138,7 @@ def test_a_version_is_the_policy_when_it_was_published(pool, model, tmp_path):
     publisher, expected = publisher_of(pool.client, model, tmp_path), []
     for version in range(10):
         expected.append(saved(model))
-        publisher.publish(version)
+        publish(publisher, version)
         train(model, share=0.5 if version == 4 else 0.01)  # while the version is being written
     publisher.wait()
     versions = pool.client.versions()
@@ -146,7 +157,7 @@ def test_a_version_that_changed_most_weights_goes_whole(pool, model, tmp_path):
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_()
-    publisher.publish(4)
+    publish(publisher, 4)
     publisher.wait()
     first, second = pool.client.versions()
     assert first.whole and second.whole and second.base is second.delta is None
@@ -204,9 +215,9 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     pool.client.put_run(run)
     pool.client.send_file(packed, run.model_files)
     pool.client.send_file(path, base)
-    publisher.publish(0)
+    publish(publisher, 0)
     move(model)
-    publisher.publish(1)
+    publish(publisher, 1)
     model.save_pretrained(tmp_path / "saved")
     adapter = load_file(tmp_path / "saved/adapter_model.safetensors")
     batcher = make_batcher(model, tokenizer.pad_token_id)
@@ -235,10 +246,10 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
 def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
     publisher = published(pool.client, model, tmp_path, 0)
     train(model)
-    publisher.publish(2)
+    publish(publisher, 2)
     checkpoint = copy.deepcopy(model)
     train(model)
-    publisher.publish(4)
+    publish(publisher, 4)
     publisher.wait()
     before = pool.client.versions()
 
@@ -246,7 +257,7 @@ def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
     again = published(pool.client, model := checkpoint, tmp_path, 2)
     assert pool.client.versions() == before
     train(model)  # other bits than before
-    again.publish(4)
+    publish(again, 4)
     again.wait()
     versions = pool.client.versions()
     assert versions[:2] == before[:2] and versions[2].sha256 != before[2].sha256
@@ -265,6 +276,7 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
 
     publisher, first = start("first")
     for version in range(3):
+        take_copy(publisher)
         first.publish(version, version)
         train(model)
     publisher.wait()
@@ -274,7 +286,8 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
     row = [5] * longest, [-0.5] * longest, [0] + [2] * (longest - 1)
     drawn = GroupResult(3, 0, *([values] * count for values in row))
     assert pool.client.results("w", [drawn], before.items()) == ["accepted"]
-    _, again = start("again")
+    publisher, again = start("again")
+    take_copy(publisher)
     again.publish(2, 2)
     assert pool.client.versions()[-1].sha256 != before[2] and pool.client.take([(3, 0)], 0) == []
 
@@ -284,7 +297,7 @@ def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model
     with serving(tmp_path / "other.sqlite") as other:
         pool.client.url = other.client.url
         train(model)
-        publisher.publish(1)
+        publish(publisher, 1)
         publisher.wait()
         [version] = other.client.versions()
         assert version.whole and version.base is None
@@ -293,9 +306,9 @@ def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model
 
 def test_a_pool_that_is_gone_ends_the_run_at_the_next_version(model, tmp_path):
     publisher = publisher_of(GONE, model, tmp_path, deadline=0.5)
-    publisher.publish(0)
+    publish(publisher, 0)
     gone = r"no answer from http://127.0.0.1:9 for 0 s \(it cannot be reached"
-    for call in (lambda: publisher.publish(1), publisher.wait):
+    for call in (lambda: publish(publisher, 1), publisher.wait):
         with pytest.raises(ServersUnavailable, match=gone):
             call()
 
@@ -311,14 +324,14 @@ def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypa
     monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.05)
     pool.service.store.database.sql("PRAGMA max_page_count = 20")
     publisher = publisher_of(pool.client, model, tmp_path, deadline=0.5)
-    publisher.publish(0)
+    publish(publisher, 0)
     with pytest.raises(ServersUnavailable, match=r"for 0 s \(it said 503: .* its disk may be full\): see"):
         publisher.wait()
 
 
 def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
     publisher = publisher_of(GONE, model, tmp_path, deadline=60.0)
-    publisher.publish(0)
+    publish(publisher, 0)
     publisher.close()
     with pytest.raises(Stopped):
         publisher.wait()
@@ -334,7 +347,7 @@ def test_a_run_that_goes_on_sends_what_it_was_ended_before_it_had_sent(pool, mod
     for version in (0, 1):
         if version > sent:
             publisher.client = GONE
-        publisher.publish(version)
+        publish(publisher, version)
         publisher.wait_written()
         left = Version.of_fields(json.loads((tmp_path / f"policy/{version}.json").read_bytes()))
         second = saved(model), left.probe
@@ -348,7 +361,7 @@ def test_a_run_that_goes_on_sends_what_it_was_ended_before_it_had_sent(pool, mod
     versions = pool.client.versions()
     assert [version.version for version in versions] == [0, 1]
     assert equal(pool.weights(versions[1], tmp_path), second[0]) and versions[1].probe == second[1]
-    again.publish(2)
+    publish(again, 2)
     again.wait()
     assert [path.name for path in (tmp_path / "policy").iterdir() if path.suffix != ".json"] == ["2.safetensors"]
     again.close()

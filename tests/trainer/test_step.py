@@ -16,6 +16,7 @@ import torch
 from experts import balanced, mixture
 from models import distance
 from rounding import assert_rounded
+from sharded import ON_CARDS, ON_HOST, in_layers
 from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, drawn, rewards, sequences
 from trainer_runs import run_ranks
 from transformers import AutoModelForCausalLM
@@ -221,14 +222,32 @@ def test_every_loss_with_every_option(model_folder, tmp_path, plain, expected, f
 
 
 @pytest.mark.slow
-def test_experts_are_balanced_over_the_whole_step(tmp_path):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("ranks, file, checkpointing", [(2, ON_CARDS, True), (1, ON_HOST, False), (2, ON_HOST, True)])
+def test_so_it_is_where_ranks_share_out_the_weights(model_folder, tmp_path, expected, few, ranks, file, checkpointing):
+    """With clipping, and after a step that is left out."""
+    numbers = few(range(0, len(CASES), 2), 12)
+    limit = sorted(norm(expected(number)[0]) for number in numbers)[len(numbers) // 2]
+    engine = {"deepspeed": in_layers(file, tmp_path), "gradient_checkpointing": checkpointing, "max_grad_norm": limit}
+    cases = [worker_case(number, ranks, **engine) for number in numbers]
+    cases[1] |= {"spoiled": (11, float("nan"))}
+    for number, result in zip(numbers, run(ranks, model_folder, tmp_path, cases), strict=True):
+        check(number, result, *expected(number), limit)
+        assert result["held"] < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("shared_out", [False, True])
+def test_experts_are_balanced_over_the_whole_step(tmp_path, shared_out):
     """Three ranks, one with nothing but a masked completion: the loss of all tokens at once, added with its weight."""
+    engine = {"deepspeed": in_layers(ON_CARDS, tmp_path)} if shared_out else {}
     experts = mixture("mixtral")
     experts.save_pretrained(tmp_path / "experts")
     assert PLAIN[1]["mask_truncated_completions"]
     kinds = [(answers, budget) for answers in (False, True) for budget in (1, 100)]
     cases = [
-        worker_case(1, 3, router_aux_loss_coef=0.5, micro_batch_tokens=budget) | {"answers": answers}
+        worker_case(1, 3, router_aux_loss_coef=0.5, micro_batch_tokens=budget, **engine) | {"answers": answers}
         for answers, budget in kinds
     ]
     plain = Plain(tmp_path / "experts")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import distance
 from rounding import assert_rounded
+from sharded import ON_CARDS, in_layers
 from step_worker import GENERATIONS, PICTURES, pictured_text, sequences
 from test_step import BETA, COUNT, Plain, norm, run
 
@@ -102,9 +103,11 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("shared_out", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_the_whole_step(folder, plain, tmp_path, kind):
-    check(run(2, folder, tmp_path, cases(2, tmp_path, **KINDS[kind])), plain, kind)
+def test_the_gradient_is_that_of_the_whole_step(folder, plain, tmp_path, kind, shared_out):
+    engine = {"deepspeed": in_layers(ON_CARDS, tmp_path)} if shared_out else {}
+    check(run(2, folder, tmp_path, cases(2, tmp_path, **engine, **KINDS[kind])), plain, kind)
 
 
 @pytest.mark.slow

@@ -173,12 +173,19 @@ def test_what_readme_promises_fits(shape, ranks, options, monkeypatch):
 PLAIN = {"dtype": "bfloat16", "micro_batch_tokens": 896, "deepspeed": {}}
 IN_BF16 = {"deepspeed": {"data_types": {"grad_accum_dtype": "bf16"}}}
 OFFLOADED = {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}
+SHARED_ZERO = {"stage": 3, "stage3_prefetch_bucket_size": 10**5, "stage3_param_persistence_threshold": 1000}
+SHARED_ZERO |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 2 * 10**6}
+SHARED = {"deepspeed": {"zero_optimization": SHARED_ZERO}}
+AWAY = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+SHARED_OFFLOADED = {"deepspeed": {"zero_optimization": SHARED_ZERO | AWAY}}
 LIVE = {
     "several micro-batches": PLAIN | IN_BF16,
     "no checkpointing": PLAIN | IN_BF16 | {"gradient_checkpointing": False, "sampler": "generate"},
     "gradients in fp32": PLAIN,
     "offloaded": PLAIN | OFFLOADED,
     "fp32": PLAIN | {"dtype": "float32"},
+    "shared out": PLAIN | SHARED,
+    "shared out, offloaded": PLAIN | SHARED_OFFLOADED,
 }
 
 
