@@ -32,7 +32,23 @@ LARGE_SHAPES = {
         num_attention_heads=28,
         num_key_value_heads=4,
         tie_word_embeddings=False,
-    )
+    ),
+    "Qwen2.5-14B": dict(
+        layers=48,
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
+    "Qwen2.5-32B": dict(
+        layers=64,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
 }
 TINY = dict(layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=4, vocabulary=1024)
 Group = tuple[list[int], list[list[int]]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, run_python
 from scripted_turns import Scripted
+from sharded import ON_CARDS, ON_HOST
 
 from benchmarks.common import LARGE_SHAPES, SHAPES, qwen, random_model
 from benchmarks.memory import on_meta
@@ -168,6 +169,31 @@ def test_what_readme_promises_fits(shape, ranks, options, monkeypatch):
     memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
     assert smallest_card(memory) <= (40 if "local" in options else 24)
     assert total(memory.host) < 145 * 2**30 / ranks
+
+
+LONE = ["--prompts_per_step=8", "--beta=0", "--max_completion_length=1024"]
+BY_WORKERS = ["--sampler=pool", "--pool=http://box:1", "--eval_steps=0", "--micro_batch_tokens=8192"]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("shape", "ranks", "gib", "file", "options"),
+    [
+        ("Qwen2.5-7B", 2, 142, ON_HOST, []),
+        ("Qwen2.5-14B", 2, 275, ON_HOST, BY_WORKERS),
+        ("Qwen2.5-32B", 4, 610, ON_HOST, BY_WORKERS),
+        ("Qwen2.5-14B", 2, 0, ON_CARDS, [*BY_WORKERS[:3], "--micro_batch_tokens=4096", "--use_peft"]),
+        ("Qwen2.5-32B", 2, 61, ON_HOST, [*BY_WORKERS, "--use_peft"]),
+    ],
+)
+def test_what_the_page_on_larger_models_promises_fits_cards_of_24_gb(shape, ranks, gib, file, options, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    config = parse_arguments(TrainerConfig, "", [f"--deepspeed={file}", *LONE, *options])
+    model = on_meta(qwen(**LARGE_SHAPES[shape]), torch.bfloat16).eval()
+    make_trainable(model, config)
+    work = RankWork(config, ranks, config.max_prompt_length, held_out=0)
+    memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
+    assert smallest_card(memory) <= 24 and round(ranks * total(memory.host) / 2**30) == gib
 
 
 PLAIN = {"dtype": "bfloat16", "micro_batch_tokens": 896, "deepspeed": {}}
