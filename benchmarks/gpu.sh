@@ -15,7 +15,7 @@ tiny=() file="" parts="packed:120 memory:150 generate:70 ranks:40 train:210"
 while [ $# -gt 0 ]; do
     case $1 in
         --tiny) tiny=(--tiny) ;;
-        first) parts="tests:90 demo:150 generate:70 shapes:280" ;;
+        first) parts="tests:90 demo:200 generate:70 shapes:230" ;;
         --out) file=${2:?--out needs a file}; shift ;;
         *) echo "usage: bash benchmarks/gpu.sh [first] [--tiny] [--out FILE.md]" >&2; exit 2 ;;
     esac
