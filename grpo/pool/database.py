@@ -18,7 +18,7 @@ from grpo.wire.refusals import ProtocolError
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20  # most bytes of a file in one row, and in one answer
-_APPLICATION, _SCHEMA_VERSION = 0x47525031, 2  # "GRP1"; another schema gets another number
+_APPLICATION, _SCHEMA_VERSION = 0x47525031, 3  # "GRP1"; another schema gets another number
 _PAGE_BYTES = 16 << 10  # a piece of 16 MiB is read four times as fast as from pages of 4 KiB
 _SCHEMA = """
 -- A `checksum` is the result of `checksum` for the row's other values, in the order of its columns.
@@ -29,6 +29,7 @@ CREATE TABLE tasks (
     newest INTEGER,  -- the newest version that drew a token of it; NULL like `drawn`
     prompt_ids BLOB NOT NULL,  -- int32
     columns TEXT NOT NULL,  -- of the row, as JSON, for an environment
+    pictures BLOB NOT NULL,  -- SHA-256 of each, 32 bytes: they are among the files
     drawn BLOB,  -- the completions as grpo.pool.task_tensors.encode_drawn writes them; NULL while there are none
     checksum BLOB NOT NULL,
     PRIMARY KEY (group_id, attempt)

@@ -14,6 +14,7 @@ from itertools import compress
 from typing import Any
 
 from grpo.wire import json_fields as fields
+from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
 
@@ -43,12 +44,14 @@ class RunInfo:
     in_flight_weight_updates: bool = False
     """whether any newer version may draw a task, and each token another: workers always take the newest"""
     turns: RunTools | None = None  # the tools or environment that answer the policy; None for a run without
+    processor: str = ""  # fingerprint of what prepares the model's pictures; empty for a model of text
 
     def to_json(self) -> bytes:
-        """Return the body; without turns it has no such field, as older releases expect."""
+        """Return the body, without the fields that this run does not need, as older releases expect."""
         content = asdict(self)
-        if self.turns is None:
-            del content["turns"]
+        for name in ("turns", "processor"):
+            if not content[name]:
+                del content[name]
         return json.dumps(content).encode()
 
     @classmethod
@@ -69,6 +72,7 @@ class RunInfo:
             raise malformed(f"temperature {fields.shown(info.temperature)}: send a number above 0")
         if not isinstance(info.in_flight_weight_updates, bool):
             raise malformed("in_flight_weight_updates: send true or false")
+        fields.check_text("processor", info.processor)
         return info if info.turns is None else replace(info, turns=RunTools.of_fields(info.turns))
 
 
@@ -79,8 +83,9 @@ class Task:
     group: int  # the group's id: its place in the run
     attempt: int  # 0, or the number of the replacement of this group
     version: int  # the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates
-    prompt_ids: list[int]
+    prompt_ids: list[int] | PicturedPrompt
     columns: str = ""  # the row's columns, a JSON object, for the run's environment; "" without one
+    pictures: tuple[str, ...] = ()  # SHA-256 of the prompt's pictures in their order, in hex: files (POST files)
 
     @property
     def key(self) -> tuple[int, int]:

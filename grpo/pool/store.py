@@ -17,12 +17,12 @@ import numpy as np
 from grpo.config.errors import ConfigError
 from grpo.pool.database import PIECE_BYTES, Database, check_row, damaged, open_read_only, refuse_damage, unusable
 from grpo.pool.protocol import GroupResult, RunInfo, Task, Version
-from grpo.pool.task_tensors import decode_drawn, encode_drawn
+from grpo.pool.task_tensors import decode_drawn, digests_of, encode_drawn, names_of
 from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.tensors import FilePart
 
 _ABANDONED_SECONDS = 3600  # without a byte; a file that no version and no run names is dropped then
-_ROW = "version, worker, tokens, newest, prompt_ids, columns, drawn, checksum"
+_ROW = "version, worker, tokens, newest, prompt_ids, columns, pictures, drawn, checksum"
 _TASK_OF_KEY = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE group_id = ? AND attempt = ?"  # a row for _read_task
 _RUN = "SELECT number, info, checksum FROM run"
 _VERSIONS = "SELECT version, weights, info, checksum FROM versions"
@@ -117,6 +117,8 @@ class Store:
         try:
             rows = self.database.checked_rows("the run", _RUN)
             self.known_run = RunInfo.of_json(rows[0][1]) if rows else None
+            rows = self.database.sql("SELECT DISTINCT pictures FROM tasks")
+            self._pictures = {name for (digests,) in rows for name in names_of(digests)}
         except ProtocolError as error:
             self.database.close()
             raise damaged(self.database.setting, error.message) from error
@@ -205,14 +207,17 @@ class Store:
     def _drop_files_of(self, removed: Iterable[Version]) -> None:
         used = {sha256 for version in self.versions() for sha256 in _files_of(version)}
         used |= {self.known_run.model_files, self.known_run.base_weights} if self.known_run else set()
+        used |= self._pictures  # they stay as tasks do: a run that goes back to a checkpoint has them drawn again
         self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """Keep tasks. Raises ProtocolError, 409, for one that is stored with other content; none is kept then."""
+        """Keep tasks. Raises ProtocolError, 409, for one that is stored with other content, or one of whose pictures is
+        missing; none is kept then."""
         with self.database.transaction():
             for task in tasks:
                 known, _ = self.find_task(task.key)
                 if known is None:
+                    self._check_pictures(task)
                     self._store_task(task)
                 elif known != task:
                     reason = f"group {task.group} has another prompt, row or version in the pool file"
@@ -243,7 +248,14 @@ class Store:
         if drawn is not None:
             of_drawn, body = (worker, drawn.tokens, max(map(max, drawn.versions))), encode_drawn([drawn])
         prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
-        self.database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, body)
+        self.database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, digests_of(task), body)
+        self._pictures.update(task.pictures)
+
+    def _check_pictures(self, task: Task) -> None:
+        """Raise ProtocolError if a worker could not get a picture of this task."""
+        for sha256 in task.pictures:
+            if sha256 not in self._pictures and self.files.size(sha256) is None:
+                raise ProtocolError(409, "missing_file", f"picture {sha256} of group {task.group} is not here")
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
         """Return the first of these tasks' results, as `encode_drawn` writes them, and others up to `most_bytes`."""
@@ -287,8 +299,9 @@ class Store:
 
 def _read_task(row: tuple) -> tuple[Task, bytes | None]:
     """Return a row's task and its completions as the file has them, None before they are drawn."""
-    group, attempt, version, _, _, _, prompt, columns, drawn, *_ = row
-    return Task(group, attempt, version, np.frombuffer(prompt, "<i4").tolist(), columns), drawn
+    group, attempt, version, _, _, _, prompt, columns, pictures, drawn, *_ = row
+    task = Task(group, attempt, version, np.frombuffer(prompt, "<i4").tolist(), columns, names_of(pictures))
+    return task, drawn
 
 
 def _version(info: bytes) -> Version:

@@ -18,7 +18,8 @@ from grpo.wire.tool_outcomes import Outcome, check_columns
 
 _TASKS = ("groups", "attempts", "versions", "prompt_lengths")
 _GROUPS = ("groups", "attempts", "copies")
-_OF_ROWS = {"column_lengths", "columns"}
+_OF_ROWS, _OF_PICTURES = {"column_lengths", "columns"}, {"picture_counts", "picture_digests"}
+_DIGEST = 32  # bytes of a SHA-256
 _OF_TURNS = {"drawn", "outcome_lengths", "outcomes"}
 
 
@@ -28,7 +29,21 @@ def encode_tasks(tasks: Sequence[Task], metadata: dict[str, str] | None = None) 
     tensors["prompt_ids"] = _joined([task.prompt_ids for task in tasks], np.int32)
     if any(task.columns for task in tasks):
         tensors |= _texts("column", [task.columns.encode() for task in tasks])
+    if any(task.pictures for task in tasks):
+        digests = b"".join(digests_of(task) for task in tasks)
+        tensors["picture_counts"] = np.asarray([len(task.pictures) for task in tasks], np.int32)
+        tensors["picture_digests"] = np.frombuffer(digests, np.uint8)
     return save(tensors, metadata)
+
+
+def digests_of(task: Task) -> bytes:
+    """Return the SHA-256 of a task's pictures, 32 bytes each."""
+    return bytes.fromhex("".join(task.pictures))
+
+
+def names_of(digests: bytes) -> tuple[str, ...]:
+    """Return what `digests_of` was made of."""
+    return tuple(digests[start : start + _DIGEST].hex() for start in range(0, len(digests), _DIGEST))
 
 
 def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
@@ -36,7 +51,7 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     tensors, _ = read_tensors(body)
     columns = [int32(tensors, name) for name in _TASKS]
     ids = int32(tensors, "prompt_ids")
-    has_rows = _check_names(tensors, {*_TASKS, "prompt_ids"}, _OF_ROWS)
+    _check_names(tensors, {*_TASKS, "prompt_ids"}, _OF_ROWS | _OF_PICTURES)
     check_number("tasks", len(columns[0]), MOST_TASKS)
     _check_lengths("tasks", columns)
     if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
@@ -44,6 +59,12 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     prompts = _cut(ids, columns[-1], least=1)
     if any(column.min(initial=0) < 0 for column in columns):
         raise malformed("a group, attempt or version is below 0")
+    pictures = [()] * len(prompts)
+    if not _OF_PICTURES.isdisjoint(tensors):
+        counts, digests = int32(tensors, "picture_counts"), uint8(tensors, "picture_digests")
+        _check_lengths("tasks", [counts, columns[0]])
+        pictures = [names_of(part.tobytes()) for part in _cut(digests, counts * _DIGEST, least=0)]
+    has_rows = not _OF_ROWS.isdisjoint(tensors)
     try:
         texts = [text.decode() for text in _read_texts("column", tensors, len(prompts))] if has_rows else []
     except UnicodeDecodeError as error:
@@ -51,8 +72,8 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     for text in filter(None, texts):
         check_columns(text)
     texts = texts or [""] * len(prompts)
-    rows = zip(*(column.tolist() for column in columns[:-1]), prompts, texts, strict=True)
-    return [Task(group, attempt, version, prompt.tolist(), text) for group, attempt, version, prompt, text in rows]
+    rows = zip(*(column.tolist() for column in columns[:-1]), prompts, texts, pictures, strict=True)
+    return [Task(*key, prompt.tolist(), text, names) for *key, prompt, text, names in rows]
 
 
 def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str]] | None = None) -> bytes:

@@ -106,10 +106,6 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         split, count = config.dataset_test_split, config.eval_samples
         held_out = load_examples(config, split, tokenizer, count, rank == 0, processor, turns)
     check_reward_columns(config, [*examples, *held_out], reward_funcs)
-    config.check(
-        config.sampler != "pool" or not any(pictures_of(example.prompt_ids) for example in examples),
-        sampler="a pool brings workers no pictures, and the dataset has some: use continuous",
-    )
     check_rows(config, examples)
     stream = _order_prompts(config, examples)
     if config.num_train_epochs is not None:

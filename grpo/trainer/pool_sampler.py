@@ -7,13 +7,15 @@ in_flight_weight_updates that policy is the oldest that may draw the round; work
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +35,7 @@ from grpo.run.folder import SaveError
 from grpo.sampling.sampler import OnGroups, Sampler
 from grpo.trainer.deepspeed_engine import Ranks
 from grpo.trainer.publish_policy import PolicyCopy, PoolRun
+from grpo.wire.picture_files import pictures_of
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS
 
 log = logging.getLogger(__name__)
@@ -106,6 +109,7 @@ class PoolSampler(Sampler):
     _put: int = -1  # the last round whose tasks were put
     _drawn: int = -1  # groups that the pool got so far, of any rank: workers draw one rank's after another's
     _moved: float = 0.0  # when the pool got the last of them
+    _sent: set[str] = field(default_factory=set)  # SHA-256 of the pictures that the pool has from this rank
 
     def update_weights(self, version: int) -> None:
         """Begin the round that follows so many updates: publish this version. Returns on every rank when the pool has
@@ -157,15 +161,27 @@ class PoolSampler(Sampler):
 
     def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
         version, has_environment = self.config.version_of_round(number), self.config.environment is not None
-        tasks = [
-            Task(group, attempt, version, row.prompt_ids, json.dumps(row.columns) if has_environment else "")
-            for group, row in zip(ids, examples, strict=True)
-        ]
+        tasks, pictures = [], {}
+        for group, row in zip(ids, examples, strict=True):
+            named = [(hashlib.sha256(file).hexdigest(), file) for file in pictures_of(row.prompt_ids)]
+            pictures |= named
+            columns = json.dumps(row.columns) if has_environment else ""
+            tasks.append(Task(group, attempt, version, row.prompt_ids, columns, tuple(name for name, _ in named)))
         longest = max((len(task.columns) for task in tasks), default=0)
         most = min(MOST_TASKS, _MOST_COLUMNS // max(1, longest))
         for start in range(0, len(tasks), most):
-            part = tasks[start : start + most]
-            self.ask(lambda part=part: self.source.put_tasks(part))
+            self.ask(partial(self._put_with_pictures, tasks[start : start + most], pictures))
+
+    def _put_with_pictures(self, tasks: Sequence[Task], pictures: Mapping[str, bytes]) -> None:
+        """Put tasks, and before them those of their pictures that the pool has not got from this rank."""
+        for sha256 in {name for task in tasks for name in task.pictures} - self._sent:
+            self.source.send_file(pictures[sha256], sha256)
+            self._sent.add(sha256)
+        try:
+            self.source.put_tasks(tasks)
+        except RequestFailure:
+            self._sent.clear()  # a pool that was started again with an older copy of its file lacks some
+            raise
 
     def _take(self, keys: list[tuple[int, int]]) -> list[GroupResult]:
         """Return the groups that have arrived, perhaps none. Raises ServersLost if the pool got none for too long."""
@@ -238,6 +254,9 @@ class Replay:
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Do nothing: the file has the results already."""
+
+    def send_file(self, source: bytes, sha256: str) -> None:
+        """Do nothing, as put_tasks."""
 
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
         """Return these groups. Raises ServersLost if a group is missing from the file, or damaged."""

@@ -33,6 +33,7 @@ from grpo.model.load import eos_token_ids, longest_sequence
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import NAME, adapter_weights, base_weights, quantization_of
 from grpo.model.packing import Batcher
+from grpo.model.pictures import PictureProcessor
 from grpo.model.sharded import copy_whole, is_sharded, shape_of
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient, Retrier
@@ -205,7 +206,9 @@ def _saving(path: Path) -> Iterator[None]:
         raise SaveError(f"the policy could not be saved to {path}: {error}: make room there") from error
 
 
-def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bytes:
+def model_files(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processor: PictureProcessor | None = None
+) -> bytes:
     """Return the file with a model's folder but for its weights (RunInfo.model_files): of equal models equal bytes."""
     settings = copy.deepcopy(model.config)
     settings.architectures = [type(model).__name__]
@@ -215,6 +218,8 @@ def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> b
         folder = Path(name)
         settings.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if processor is not None:
+            processor.save(folder)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
         if hasattr(model, "peft_config"):
@@ -237,11 +242,12 @@ class PoolRun:
     name: str  # on pages and in logs
     checkpoints: Checkpoints
     turns: UserResponder | None  # the trainer's, which its workers' must be like
+    processor: PictureProcessor | None = None
 
     def __post_init__(self) -> None:
         self._pool, self._ask, policy = self.publisher.client, self.publisher.ask, self.publisher.policy
         self._needed, self._is_begun = 0, False
-        self._files, config, turns = model_files(policy.model, self.tokenizer), self.config, self.turns
+        self._files, config, turns = model_files(policy.model, self.tokenizer, self.processor), self.config, self.turns
         of_turns = {setting: getattr(config, setting) for setting in SETTINGS}
         of_config = "max_completion_length", "temperature", "seed", "in_flight_weight_updates"
         self._run = RunInfo(
@@ -253,6 +259,7 @@ class PoolRun:
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
             num_generations=config.draws,
             turns=None if turns is None else RunTools.of(turns.tools, config.environment, [*turns.rewards], **of_turns),
+            processor="" if self.processor is None else self.processor.fingerprint,
             **{setting: getattr(config, setting) for setting in of_config},
         )
 

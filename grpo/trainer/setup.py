@@ -164,7 +164,7 @@ def _let_workers_draw(
     ask = Retrier(source, config.pool_deadline, stop_waiting)
     if policy is not None and ranks.rank == 0:
         publisher = PolicyPublisher(pool, policy, folder, ask, stop_waiting)
-        run = PoolRun(config, publisher, inputs.tokenizer, folder.name, checkpoints, inputs.turns)
+        run = PoolRun(config, publisher, inputs.tokenizer, folder.name, checkpoints, inputs.turns, inputs.processor)
     return PoolSampler(config, source, ask, policy, run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
 
 

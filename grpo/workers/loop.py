@@ -285,7 +285,7 @@ class GenerationWorker:
         drawn = None
         try:
             if not self.stop.is_set() and self._engine_error is None:
-                drawn = self._proved(self._engine.draw(task))
+                drawn = self._proved(self._engine.draw(self._model.with_pictures(task)))
         except BaseException as error:
             self._fail(error)
         if drawn is None:

@@ -19,14 +19,16 @@ from grpo.config.programs import WorkerConfig
 from grpo.config.sampling_settings import SharedConfig
 from grpo.data.records import Example, Rollout
 from grpo.model.devices import is_out_of_memory, take_device
-from grpo.model.load import eos_token_ids, load_model, load_tokenizer
+from grpo.model.load import eos_token_ids, load_model, load_settings, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import adapter_weights, load_adapter
+from grpo.model.pictures import load_processor
 from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
-from grpo.workers.engine import EngineError
+from grpo.wire.picture_files import PictureError
+from grpo.workers.engine import EngineError, WorkerFailed
 from grpo.workers.weights_folder import dtype_of, versions_file
 from grpo.workers.worker_tools import WorkerTools
 
@@ -60,11 +62,17 @@ class TransformersEngine:
                 load_adapter(model, str(folder / ADAPTER))
             if (ends := eos_token_ids(model, tokenizer)) != sorted(run.eos_token_ids):
                 raise EngineError(f"{folder}: completions end with {ends}, those of the run with {run.eos_token_ids}")
-            self._batcher = make_batcher(model, tokenizer.pad_token_id)
+            processor = load_processor(config, load_settings(config), tokenizer)
+            if run.processor != (found := "" if processor is None else processor.fingerprint):
+                reason = f"pictures are prepared otherwise here ({found or 'not at all'}) than in run {run.name}"
+                raise WorkerFailed(
+                    f"{reason} ({run.processor}): take the trainer's versions of transformers and Pillow"
+                )
+            self._batcher = make_batcher(model, tokenizer.pad_token_id, processor)
             self.capacity = max(1, self._rows // run.num_generations)
             rows = self.capacity * run.num_generations
             sizes = run.max_completion_length, rows, self._batcher.packs
-            self._sampler = make_sampler(model, tokenizer, *sizes, turns=turns)
+            self._sampler = make_sampler(model, tokenizer, *sizes, self._batcher.vision, turns)
         self._run, self._turns, self._model, self._version = run, turns, model, version
 
     def load(self, folder: Path, version: int) -> None:
@@ -142,7 +150,7 @@ def _failures() -> Iterator[None]:
         yield
     except RewardError:  # the user's environment, not the engine
         raise
-    except (ConfigError, FloatingPointError, SafetensorError, OSError) as error:
+    except (ConfigError, FloatingPointError, PictureError, SafetensorError, OSError) as error:
         raise EngineError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         reason = one_line(error) or type(error).__name__

@@ -22,7 +22,7 @@ from typing import Any
 from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
-from grpo.workers.engine import EngineError, Segment, draw_in_turns
+from grpo.workers.engine import EngineError, Segment, WorkerFailed, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 from grpo.workers.worker_tools import WorkerTools
@@ -53,6 +53,8 @@ class VllmEngine:
         self._lock = threading.Lock()  # of drawing
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
+        if run.processor:
+            raise WorkerFailed(f"run {run.name} trains a model that takes pictures: draw with --engine transformers")
         self.run, self.turns, self._is_paused = run, turns, False
         self._tensors, self._model = read_tensors(versions_file(run, folder)), _MODEL
         adapter = [] if run.base_weights is None else _adapter_arguments(folder)

@@ -7,9 +7,11 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -21,7 +23,8 @@ from grpo.config.errors import ConfigError
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.database import lock_file
 from grpo.pool.delta import DeltaError, apply_delta, sha256_of
-from grpo.pool.protocol import ADAPTER, RunInfo, Version
+from grpo.pool.protocol import ADAPTER, RunInfo, Task, Version
+from grpo.wire.picture_files import PicturedPrompt
 from grpo.workers.engine import EngineError, WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ WEIGHTS = "model.safetensors"
 ADAPTER_WEIGHTS = f"{ADAPTER}/adapter_model.safetensors"
 _MOST_DELTAS = 8  # instead of a whole file; each is less than half of it, and mostly a small part
 _TRIES = 3
+_PICTURE_BYTES = 1 << 30  # of the pictures that were fetched last
 _Value = TypeVar("_Value")
 
 
@@ -40,6 +44,7 @@ class ModelFolder:
     def __init__(self, folder: Path, client: PoolClient, patience: Retrier):
         self.path = folder / "model"
         self._folder, self._client, self._patience = folder, client, patience
+        self._pictures, self._lock = folder / "pictures", threading.Lock()
         self.path.mkdir(exist_ok=True)
         self._weights = self.path / WEIGHTS
         self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""  # of the weights in the folder
@@ -48,6 +53,34 @@ class ModelFolder:
         """Fetch what all versions share: the folder's other files, in place of those there, and an adapter's base.
         Raises as `bring`."""
         self._try_again(lambda: self._bring_model(run))
+
+    def with_pictures(self, task: Task) -> Task:
+        """Return a task with its pictures in its prompt, for any thread. Raises ServerError if the pool has not got
+        them, WorkerFailed if the folder cannot be written, and as Retrier."""
+        if not task.pictures:
+            return task
+        try:
+            with self._lock:
+                files = [self._picture(sha256) for sha256 in task.pictures]
+        except FileFailure as failure:
+            raise ServerError(f"{self._client.url} {failure}") from failure
+        except OSError as error:
+            raise self._full(error) from error
+        return replace(task, prompt_ids=PicturedPrompt(task.prompt_ids, files))
+
+    def _picture(self, sha256: str) -> bytes:
+        path = self._pictures / sha256
+        if not path.exists():
+            self._pictures.mkdir(exist_ok=True)
+            self._patience(lambda: self._client.fetch_file(sha256, path))
+            kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._pictures.iterdir())
+            while len(kept) > 1 and sum(size for _, size, _ in kept) > _PICTURE_BYTES:
+                kept.pop(0)[2].unlink()
+        return path.read_bytes()
+
+    def _full(self, error: OSError) -> WorkerFailed:
+        reason = f"{error.strerror or error}: make room there, or name another folder"
+        return WorkerFailed(f"weights_folder={str(self._folder)!r}: {reason}")
 
     def _bring_model(self, run: RunInfo) -> None:
         packed = self._folder / "model_files"
@@ -120,8 +153,7 @@ class ModelFolder:
             try:
                 return bring()
             except OSError as error:
-                reason = f"{error.strerror or error}: make room there, or name another folder"
-                raise WorkerFailed(f"weights_folder={str(self._folder)!r}: {reason}") from error
+                raise self._full(error) from error
             except DeltaError as error:
                 reason = str(error)
             except FileFailure as failure:

@@ -31,7 +31,7 @@ class WorkerTools:
     def make_example(self, task: Task) -> Example:
         from grpo.data.records import Example
 
-        prompt = self._tokenizer.decode(task.prompt_ids, skip_special_tokens=False)
+        prompt = self._tokenizer.decode([*task.prompt_ids], skip_special_tokens=False)
         return Example(task.group, prompt, task.prompt_ids, json.loads(task.columns or "{}"))
 
     def close(self) -> None:

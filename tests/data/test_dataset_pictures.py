@@ -19,7 +19,6 @@ from grpo.data.examples import make_example
 from grpo.data.prompts import load_examples
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import load_processor
-from grpo.trainer.dry_run import dry_run
 from grpo.wire.picture_files import EncodedPicture, PicturedPrompt, open_picture, pictures_of
 
 PNG, JPEG = pictured.drawing(32, 24, 0), pictured.drawing(24, 40, 1, "JPEG")
@@ -305,12 +304,3 @@ def test_a_text_model_that_is_given_pictures_is_refused(tmp_path, qwen, tokenize
     for name in (path, names):
         left_out = qwen.config(name, "--dataset_image_column", "")
         assert len(load_examples(left_out, "train", tokenizer, progress=False)) == 2
-
-
-def test_a_pool_is_refused_pictures_before_the_run(tmp_path, qwen):
-    path = write(tmp_path / "rows.parquet", [row([]), row([PNG])])
-    lengths = "--max_prompt_length", "96", "--max_completion_length", "24"
-    pool = "--sampler", "pool", "--pool", "http://127.0.0.1:1", "--prompts_per_step", "2"
-    config = qwen.config(path, "--beta", "0", "--eval_steps", "0", *lengths, *pool)
-    with pytest.raises(ConfigError, match="sampler='pool': a pool brings workers no pictures"):
-        dry_run(config)

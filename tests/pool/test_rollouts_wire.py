@@ -31,6 +31,14 @@ WITH_TURNS = replace(RUN, max_completion_length=6, turns=TURNS)
 NAN = math.nan
 
 
+ADDED = "in_flight_weight_updates", "turns", "processor"  # fields that a run may lack
+PICTURED_TASKS = [
+    replace(TASKS[0], pictures=("ab" * 32, "cd" * 32)),
+    TASKS[1],
+    replace(TASKS[1], pictures=("ab" * 32,)),
+]
+
+
 def calling(arguments):
     call = {"function": {"name": "add", "arguments": arguments}}
     return {"role": "assistant", "content": "é", "tool_calls": [call]}
@@ -57,6 +65,9 @@ VERSION = Version(3, "b" * 64, 1000, False, 2, "c" * 64, Probe([1, 2], [3], [-0.
 def test_everything_comes_back_as_it_was_sent():
     assert decode_tasks(encode_tasks(TASKS), 100) == TASKS
     assert decode_tasks(encode_tasks([]), 100) == []
+    assert decode_tasks(encode_tasks(PICTURED_TASKS), 100) == PICTURED_TASKS
+    with_processor = replace(RUN, processor="ab12")
+    assert RunInfo.of_json(with_processor.to_json()) == with_processor
     assert decode_drawn(encode_drawn([DRAWN, replace(DRAWN, group=6)])) == [DRAWN, replace(DRAWN, group=6)]
     assert decode_drawn(encode_drawn([])) == []
     assert RunInfo.of_json(RUN.to_json()) == RUN
@@ -83,14 +94,15 @@ def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
     assert {*PLAIN} == {"groups", "attempts", "versions", "prompt_lengths", "prompt_ids"}
     of_drawn = {"groups", "attempts", "copies", "completion_lengths", "completion_ids", "logprobs", "versions"}
     assert {*load(encode_drawn([DRAWN]))} == of_drawn
-    assert "turns" not in json.loads(RUN.to_json())
+    assert json.loads(RUN.to_json()).keys().isdisjoint({"turns", "processor"})
     # A run that was written before a field was added is read.
-    old = {name: value for name, value in asdict(RUN).items() if name not in ("in_flight_weight_updates", "turns")}
+    old = {name: value for name, value in asdict(RUN).items() if name not in ADDED}
     assert RunInfo.of_json(json.dumps(old).encode()) == RUN
 
 
 IN_ROWS = load(encode_tasks([replace(TASKS[0], columns="{ }"), TASKS[1]]))
 IN_TURNS = load(encode_drawn([ANSWERED]))
+IN_PICTURES = load(encode_tasks(PICTURED_TASKS))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +115,10 @@ IN_TURNS = load(encode_drawn([ANSWERED]))
         (PLAIN, "prompt_ids", np.asarray([7, 8, 9, 100], np.int32), "vocabulary is 0 to 99"),
         (PLAIN, "prompt_ids", np.asarray([7, 8, 9, 1], np.float32), "send int32"),
         (PLAIN, "extra", np.zeros(1, np.int32), "unknown tensor 'extra'"),
+        (IN_PICTURES, "picture_counts", np.asarray([2, 1], np.int32), "different lengths"),
+        (IN_PICTURES, "picture_counts", np.asarray([2, -1, 2], np.int32), "a length is -32"),
+        (IN_PICTURES, "picture_digests", np.zeros(95, np.uint8), "add up to 96, and there are 95"),
+        (IN_PICTURES, "picture_digests", np.zeros(96, np.int32), "send uint8"),
         (IN_ROWS, "columns", np.frombuffer(b"[1]", np.uint8), "not a JSON object"),
         (IN_ROWS, "columns", np.frombuffer(b"{a}", np.uint8), "not JSON"),
         (IN_ROWS, "columns", np.frombuffer(b'"\xff"', np.uint8), "no UTF-8"),

@@ -190,6 +190,27 @@ def test_rounds_are_counted_from_the_newest(store):
     assert [[*row.values()] for row in store.rounds(3)] == rounds
 
 
+def test_the_pictures_of_tasks_must_be_there_and_stay(path, monkeypatch):
+    monkeypatch.setattr(files_module, "_ABANDONED_SECONDS", 0)
+    file, other = weights(11), weights(12)
+    task, missing = Task(1, 0, 0, [5, 6], pictures=(sha(file), sha(file))), Task(2, 0, 0, [5], pictures=(sha(other),))
+    with closing(Store(path, damage)) as store:
+        store.set_run(RUN)
+        put_file(store, file)
+        with pytest.raises(ProtocolError, match=f"picture {sha(other)} of group 2 is not here") as refusal:
+            store.put_tasks([task, missing])
+        assert refusal.value.code == "missing_file" and store.find_task(task.key) == (None, None)
+        store.put_tasks([task])
+        store.put_tasks([task])
+        with pytest.raises(ProtocolError, match="group 1 has another prompt, row or version"):
+            store.put_tasks([replace(task, pictures=())])
+    with closing(Store(path, damage)) as store:
+        put_version(store, 0)
+        store.drop_versions_below(1)
+        put_version(store, 1)
+        assert found(store, *task.key) == (task, False) and store.files.size(sha(file)) == len(file)
+
+
 @pytest.mark.parametrize("changes", [{"prompt_ids": [5]}, {"columns": "{}"}, {"version": 1}])
 def test_a_task_with_other_content_is_refused(store, changes):
     store.set_run(RUN)
@@ -299,7 +320,7 @@ def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
         Recording(path)
     with closing(sqlite3.connect(path)) as older:
         older.execute("PRAGMA user_version = 1")
-    check("has schema 1, and this program reads 2: use the release that made it, or name another file")
+    check("has schema 1, and this program reads 3: use the release that made it, or name another file")
 
 
 def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):

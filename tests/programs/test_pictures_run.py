@@ -1,14 +1,17 @@
 """A run of a vision-language model, server and trainer: it begins at a KL of 0, and killed it goes on bit for bit."""
 
+from contextlib import closing
+
 import pictured
 import pytest
 import torch
 from altered_trainer import killed_at
 from conftest import running_server
 from PIL import Image
+from pools import running_pool, workers
 from recorded import write_rows
 from rounding import NO_KL
-from trainer_runs import check_alike, finish, options, timeless, training, weights, went_on
+from trainer_runs import check_alike, check_weights, finish, options, timeless, training, weights, went_on
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from grpo.config.command_line import parse_arguments
@@ -17,6 +20,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import load_model, load_reference, load_settings, load_tokenizer
 from grpo.model.pictures import load_processor
+from grpo.pool.store import Recording
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.publish_reference import WeightPublisher
 
@@ -41,11 +45,11 @@ def words(tmp_path_factory, letters):
             rows.append({"question": f"{number}: {question}", "answer": f"#### {number}", "images": files})
         write_rows(data / f"{split}.jsonl", rows)
 
-    def make(run, url: str) -> list[str]:
+    def make(run, url: str, **more) -> list[str]:
         changes = {"max_steps": 4, "save_steps": 1, "eval_steps": 0, "steps_per_generation": 2, "num_iterations": 1}
         changes |= {"max_completion_length": 12, "max_prompt_length": 200, "max_pixels": MAX_PIXELS}
         changes |= {"beta": 0.1, "ref_servers": url, "ref_deadline": 120, "resume_from_checkpoint": "last"}
-        return [*options(model, data, run, **changes, report_to="none"), *letters]
+        return [*options(model, data, run, **changes | more, report_to="none"), *letters]
 
     make.model = model
     return make
@@ -70,6 +74,22 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(words, tmp_p
     assert all(not torch.equal(trained[name], before[name]) for name in matrices)
     check_whole(runs[0] / "model")
     check_whole(runs[1] / "checkpoint-4")
+
+
+@pytest.mark.slow
+def test_workers_draw_for_prompts_with_pictures_what_the_trainer_draws_itself(words, tmp_path):
+    """Two ranks, whose prompts share pictures; the pool is started again with the file of before the second round."""
+    alone = {"beta": 0, "importance_sampling_mode": "none"}
+    finish(2, words(tmp_path / "own", "http://127.0.0.1:1", **alone))
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    with running_pool(folder) as served, workers(served.url, folder, "a", "b"):
+        finish(2, words(tmp_path / "run", "http://127.0.0.1:1", **alone, sampler="pool", pool=served.url))
+    check_weights(tmp_path / "run/model", tmp_path / "own/model")
+    assert (tmp_path / "run/completions.jsonl").read_text() == (tmp_path / "own/completions.jsonl").read_text()
+    with closing(Recording(str(folder / "run.sqlite"))) as recording:
+        named = [len(recording.find((group, 0))[0].pictures) for group in range(8)]
+    assert {0, 1, 2} == {*named}
 
 
 def check_whole(folder) -> None:
