@@ -99,7 +99,7 @@ class PoolSampler(Sampler):
     config: TrainerConfig
     source: PoolClient | Replay
     ask: Retrier
-    policy: PolicyCopy | None  # None where nothing is published
+    policy: PolicyCopy | None  # None where nothing is copied
     run: PoolRun | None  # rank 0's, where something is published
     tokenizer: PreTrainedTokenizerBase
     end_ids: list[int]

@@ -52,7 +52,8 @@ _PROBE = (8, 56)  # tokens of the prompt and of the completion
 
 @dataclass
 class PolicyCopy:
-    """A copy of the policy's weights in rank 0's memory, and its log-probs of a probe. Every rank has one."""
+    """A copy of the policy's weights in rank 0's memory, and its log-probs of a probe. If the weights are sharded every
+    rank has one."""
 
     model: PreTrainedModel
     batcher: Batcher
@@ -67,7 +68,7 @@ class PolicyCopy:
         self._ids = ids[:prompt], ids[prompt:]
 
     def take(self) -> None:
-        """Copy the policy as it is: it may change then. All ranks call it together."""
+        """Copy the policy as it is: it may change then. All ranks that have one call it together."""
         has_adapter = hasattr(self.model, "peft_config")
         if has_adapter and self.probe is None and is_sharded(self.model):
             self.base = copy_whole(base_weights(self.model))

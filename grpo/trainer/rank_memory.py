@@ -156,14 +156,13 @@ def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memo
     least = len(work.pictured or ()) + config.num_generations  # a prompt with pictures, a token of each completion
     pictures = work.pictures(min(work.prompts, max(1, work.tokens // least)))
     head = model.get_output_embeddings().weight
+    gradient = model.dtype.itemsize * head.numel() if head.requires_grad else 0
     # A key of a prompt is laid out before each of its completions too.
     copies = (work.longest_prompt + config.num_generations * work.sequence) / work.group
     size = work.tokens, work.sequence, device_type, copies
     return {
         "activations": memory.activations(model, *size, backward=True, pictures=pictures),
-        "head's gradient": model.dtype.itemsize * head.numel()
-        if head.requires_grad
-        else 0,  # until the embeddings' is there, if tied
+        "head's gradient": gradient,  # until the embeddings' is there, if tied
         **memory.beside_products(model, config.quantization, work.tokens),
     }
 
@@ -191,7 +190,7 @@ def _in_place(model: PreTrainedModel, zero: dict) -> int:
     """Return the bytes of the largest weights that are whole at a time: a layer's, or the head's, and those ahead."""
     parts = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [sum(weight.numel() for weight in part.parameters()) for part in parts]
-    rest = sum(weight.numel() for weight in model.parameters()) - max(sizes)
+    rest = sum(weight.numel() for weight in model.parameters()) - max(sizes, default=0)
     largest = max([*sizes, model.get_output_embeddings().weight.numel()])
     return model.dtype.itemsize * (largest + min(int(zero.get(*_AHEAD)), rest))
 

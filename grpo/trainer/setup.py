@@ -118,7 +118,8 @@ def set_up(
     if client is not None:
         client.balancer.stopping = stop_waiting
     if config.sampler == "pool":
-        policy = PolicyCopy(engine.module, batcher) if pool is not None else None
+        copies = pool is not None and (rank == 0 or inputs.zero_stage == 3)  # a share is copied by all ranks together
+        policy = PolicyCopy(engine.module, batcher) if copies else None
         drawing = _let_workers_draw(config, inputs, ranks, pool, policy, checkpoints, stop_waiting)
         pool_run = drawing.run
     weights_to_draw = nullcontext if config.sampler == "pool" else partial(whole_weights, engine)

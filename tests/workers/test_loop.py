@@ -357,6 +357,15 @@ def test_a_pool_with_another_run_ends_the_worker(trainer, pool, model_folder, tm
     assert str(ended[0]) == f"{pool.url} has another run now: start the worker again"
 
 
+def test_a_worker_that_prepares_pictures_otherwise_than_the_run_ends(pool, model_folder, tmp_path):
+    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer", processor="ab12")
+    trainer.publish(0)
+    with working(pool, tmp_path / "worker", TransformersEngine(WorkerConfig(pool=pool.url))) as (_, ended):
+        wait_until(lambda: ended)
+    assert isinstance(ended[0], WorkerFailed)
+    assert "pictures are prepared otherwise here (not at all) than in run" in str(ended[0])
+
+
 def test_without_a_run_or_weights_it_waits_and_says_so(pool, model_folder, tmp_path, caplog):
     class LateFiles(PoolClient):
         """The pool has the run before the model's files, and an adapter's base."""

@@ -30,7 +30,7 @@ from stored import TURNS
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
-from grpo.workers.engine import EngineError
+from grpo.workers.engine import EngineError, WorkerFailed
 from grpo.workers.vllm_engine import SERVER, VllmEngine
 from grpo.workers.vllm_process import VllmServer
 from grpo.workers.worker_tools import WorkerTools
@@ -281,6 +281,13 @@ def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fak
     write_adapter(folder / "adapter", folders["untied0"], use_dora=True)
     with pytest.raises(EngineError, match=r"adapter_config\.json: vLLM knows no DoRA: draw with --engine transformers"):
         make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder, 0)
+
+
+def test_a_run_with_pictures_is_refused_before_it_starts(make_fake, run, folders):
+    with pytest.raises(
+        WorkerFailed, match=f"^run {run.name} trains a model that takes pictures: draw with --engine tr"
+    ):
+        make_fake("dies_at_start").start(dataclasses.replace(run, processor="ab"), folders["untied0"], 0)
 
 
 def test_a_killed_engine_says_so_and_starts_again(make, run, folders, request):

@@ -17,6 +17,8 @@ from safetensors.numpy import save
 from grpo.client.server_errors import ServerError
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import sha256_of
+from grpo.pool.protocol import Task
+from grpo.workers import weights_folder
 from grpo.workers.engine import WorkerFailed
 from grpo.workers.weights_folder import ModelFolder
 
@@ -78,6 +80,23 @@ def test_the_next_version_comes_as_a_delta_and_the_same_not_at_all(folder, versi
     bring(folder, versions[1])
     bring(folder, versions[4])
     assert fetched == [versions[0].sha256, *(version.delta for version in versions[1:5])]
+
+
+def test_pictures_are_fetched_once_and_the_oldest_go(pool, tmp_path, fetched, monkeypatch):
+    monkeypatch.setattr(weights_folder, "_PICTURE_BYTES", 250)
+    folder, client = folder_of(pool.url, tmp_path), PoolClient(pool.url)
+    files = {hashlib.sha256(file).hexdigest(): file for file in (bytes([number]) * 100 for number in range(3))}
+    for name, file in files.items():
+        client.send_file(file, name)
+    first, *others = files
+    task = Task(0, 0, 0, [5, 6])
+    for names in ((first, first), (first,), (*others, first)):
+        prompt = folder.with_pictures(replace(task, pictures=names)).prompt_ids
+        assert [*prompt] == [5, 6] and prompt.pictures == tuple(files[name] for name in names)
+    assert fetched == [first, *others, first]
+    assert folder.with_pictures(task) is task
+    with pytest.raises(ServerError, match=f"no complete file '{'f' * 64}' is here"):
+        folder.with_pictures(replace(task, pictures=("f" * 64,)))
 
 
 def test_a_new_worker_and_a_late_one_begin_with_the_nearest_whole_file(folder, versions, fetched):
