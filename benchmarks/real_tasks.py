@@ -1,5 +1,5 @@
-"""The tasks of benchmarks/real.py: the demo's sums, sorting three words, answering in one short sentence, and sums with
-the rewards of Burkov's tutorial."""
+"""The tasks of benchmarks/real.py: the demo's sums, three words backwards, answering in one short sentence, and sums
+with the rewards of Burkov's tutorial."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WORDS = [
     "mouse", "nest", "nut", "orange", "owl", "pen", "pig", "queen", "rain", "river", "ship", "sun", "tent", "tree",
     "van", "wall", "water", "wolf", "yard", "zoo",
 ]  # fmt: skip
-SORTED = [
+BACKWARDS = [
     SYSTEM,
-    {"role": "user", "content": "Sort alphabetically: tree, milk, pig"},
-    {"role": "assistant", "content": "milk, pig, tree"},
+    {"role": "user", "content": "Write backwards, last word first: tree, milk, pig"},
+    {"role": "assistant", "content": "pig, milk, tree"},
 ]
 SHORT = [
     SYSTEM,
@@ -54,16 +54,16 @@ LONGEST_SENTENCE = 12  # words
 
 
 class Words(NamedTuple):
-    """Words to sort."""
+    """Words to write backwards."""
 
     words: tuple[str, ...]
 
     @property
     def question(self) -> str:
-        return f"Sort alphabetically: {', '.join(self.words)}"
+        return f"Write backwards, last word first: {', '.join(self.words)}"
 
 
-def sortings(rng: random.Random, held_out: bool) -> Iterator[Words]:
+def word_lists(rng: random.Random, held_out: bool) -> Iterator[Words]:
     """Draw without end from one side of the split: which three words, in any order, is on one side."""
     while True:
         drawn = Words(tuple(rng.sample(WORDS, 3)))
@@ -71,8 +71,8 @@ def sortings(rng: random.Random, held_out: bool) -> Iterator[Words]:
             yield drawn
 
 
-def sorting_row(task: Words) -> dict:
-    return {"prompt": [*SORTED, {"role": "user", "content": task.question}], "answer": ", ".join(sorted(task.words))}
+def backwards_row(task: Words) -> dict:
+    return {"prompt": [*BACKWARDS, {"role": "user", "content": task.question}], "answer": ", ".join(task.words[::-1])}
 
 
 class Request(NamedTuple):
@@ -98,7 +98,7 @@ def tagged_row(task: Sum) -> dict:
     return {"prompt": [*TAGGED, {"role": "user", "content": question}], "answer": str(task.a + task.b)}
 
 
-def sorting_reward(completions, answer, **kwargs) -> list[float]:
+def backwards_reward(completions, answer, **kwargs) -> list[float]:
     """Return 1.0 for exactly the words in their order, else 0.0."""
     found = [", ".join(re.findall("[a-z]+", text_of(completion).lower())) for completion in completions]
     return [float(words == gold) for words, gold in zip(found, answer, strict=True)]
@@ -110,7 +110,7 @@ def sentence_reward(completions, **kwargs) -> list[float]:
     return [float(bool(SENTENCE.fullmatch(text)) and len(text.split()) <= LONGEST_SENTENCE) for text in texts]
 
 
-sorting_reward.is_verdict = sentence_reward.is_verdict = True
+backwards_reward.is_verdict = sentence_reward.is_verdict = True
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ TASKS = {
         lambda folder, seed: write_sums(folder, seed, train_size=64),
         "--beta 0",
     ),
-    "sorting": Task(
-        "Sorting three words",
-        "One example in the prompt; exactly the words in alphabetical order earn 1.",
-        lambda folder, seed: write_splits(folder, seed, sortings, sorting_row, 2048, 200),
-        "--reward_funcs benchmarks/real_tasks.py:sorting_reward",
+    "backwards": Task(
+        "Three words backwards",
+        "One example in the prompt; exactly the words, the last one first, earn 1.",
+        lambda folder, seed: write_splits(folder, seed, word_lists, backwards_row, 2048, 200),
+        "--reward_funcs benchmarks/real_tasks.py:backwards_reward",
     ),
     "sentence": Task(
         "One short sentence",

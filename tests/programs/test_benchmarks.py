@@ -18,7 +18,7 @@ from benchmarks.common import groups
 from benchmarks.options import OPTIONS
 from benchmarks.pool import stored_alone, throughput, written_alone
 from benchmarks.real import GRPO
-from benchmarks.real_tasks import TASKS, sentence_reward, sorting_reward
+from benchmarks.real_tasks import TASKS, backwards_reward, sentence_reward
 from benchmarks.results import PAGE, page, read, summary
 from demo.__main__ import CONFIG, REAL
 from grpo.config.command_line import parse_arguments
@@ -81,7 +81,8 @@ def test_the_tasks_of_a_real_model_are_held_out_and_rewarded(tmp_path):
         prompts = [{json.loads(line)["prompt"][-1]["content"] for line in side} for side in sides]
         assert all(prompts) and not prompts[0] & prompts[1]
         parse_arguments(LaunchConfig, "", ["--config", str(REPOSITORY / REAL.config), *task.options.split()])
-    assert sorting_reward(["cat, dog, pig", "Cat dog pig.", "dog, cat, pig", ""], ["cat, dog, pig"] * 4) == [1, 1, 0, 0]
+    words = "cat, dog, pig"
+    assert backwards_reward([words, "Cat dog pig.", "dog, cat, pig", ""], [words] * 4) == [1, 1, 0, 0]
     short, long = "Tea is a hot drink.", f"{'very ' * 10}long tea."
     assert sentence_reward([short, long, f"{short} {short}", "Tea is hot", "Is it?", ""]) == [1, 1, 0, 0, 0, 0]
     assert sentence_reward([f"very {long}"]) == [0]
