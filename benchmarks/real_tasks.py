@@ -146,8 +146,7 @@ TASKS = {
     ),
     "burkov": Task(
         "Burkov's rewards",
-        "The sums again, with one example of the tags, and the rewards of Burkov's tutorial, which are the trainer's "
-        "defaults: 2 for the right answer, 0.2 for each of four tags.",
+        "The sums, with an example of the tags: 2 for the right answer, 0.2 for each of four tags, as in his tutorial.",
         lambda folder, seed: write_splits(folder, seed, sums, tagged_row, 2048, 200),
         "--reward_funcs correctness_reward format_reward --max_completion_length 40 --max_prompt_length 96",
     ),
