@@ -371,8 +371,8 @@ def _fill_zero(file: _DeepSpeedFile, config: TrainerConfig) -> str:
 
 def _check_sharding(file: _DeepSpeedFile, config: TrainerConfig) -> None:
     """Complete what ZeRO-3 has beyond ZeRO-2. Raises ConfigError for settings that need a rank's weights whole."""
-    # Its own linear layers round the bias apart, and would be those of the whole process: log-probs in bfloat16 would
-    # be up to 0.04 from those of a worker or a reference.
+    # Its own linear layers round the bias separately, and would be those of the whole process: log-probs in bfloat16
+    # would be up to 0.04 from those of a worker or a reference.
     file.fill("zero_optimization.memory_efficient_linear", False)
     for kind in ("weights", "nontrainable_weights", "gradients"):
         file.fill(f"zero_optimization.zero_quantized_{kind}", False)

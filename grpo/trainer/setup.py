@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
 
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.trainer import TrainerConfig
@@ -118,9 +119,7 @@ def set_up(
     if client is not None:
         client.balancer.stopping = stop_waiting
     if config.sampler == "pool":
-        copies = pool is not None and (rank == 0 or inputs.zero_stage == 3)  # a share is copied by all ranks together
-        policy = PolicyCopy(engine.module, batcher) if copies else None
-        drawing = _let_workers_draw(config, inputs, ranks, pool, policy, checkpoints, stop_waiting)
+        drawing = _let_workers_draw(config, inputs, ranks, pool, engine.module, batcher, checkpoints, stop_waiting)
         pool_run = drawing.run
     weights_to_draw = nullcontext if config.sampler == "pool" else partial(whole_weights, engine)
     parts = drawing, batcher, inputs.stream, rewarder, client, local_reference
@@ -156,14 +155,17 @@ def _let_workers_draw(
     inputs: Inputs,
     ranks: Ranks,
     pool: PoolClient | None,
-    policy: PolicyCopy | None,
+    model: PreTrainedModel,
+    batcher: Batcher,
     checkpoints: Checkpoints,
     stop_waiting: threading.Event,
 ) -> PoolSampler:
-    """Return the sampler of a run with a pool, or that replays one: then there is neither pool nor copy."""
-    source, folder, run = pool or Replay(config.replay, checkpoints.identity), checkpoints.folder, None
+    """Return the sampler of a run with a pool, or of one that replays another: then there is no pool."""
+    source, folder, policy, run = pool or Replay(config.replay, checkpoints.identity), checkpoints.folder, None, None
     ask = Retrier(source, config.pool_deadline, stop_waiting)
-    if policy is not None and ranks.rank == 0:
+    if pool is not None and (ranks.rank == 0 or inputs.zero_stage == 3):  # all ranks copy shares together
+        policy = PolicyCopy(model, batcher)
+    if pool is not None and ranks.rank == 0:
         publisher = PolicyPublisher(pool, policy, folder, ask, stop_waiting)
         run = PoolRun(config, publisher, inputs.tokenizer, folder.name, checkpoints, inputs.turns, inputs.processor)
     return PoolSampler(config, source, ask, policy, run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
