@@ -133,20 +133,19 @@ TASKS = {
     ),
     "backwards": Task(
         "Three words backwards",
-        "One example in the prompt; exactly the words, the last one first, earn 1.",
+        "Exactly the words, the last one first, earn 1.",
         lambda folder, seed: write_splits(folder, seed, word_lists, backwards_row, 2048, 200),
         "--reward_funcs benchmarks/real_tasks.py:backwards_reward",
     ),
     "sentence": Task(
         "One short sentence",
-        "No gold answers: one sentence of at most 12 words that ends with a full stop earns 1. One example in the "
-        "prompt.",
+        "No gold answers: one sentence of at most 12 words that ends with a full stop earns 1.",
         lambda folder, seed: write_splits(folder, seed, requests, request_row, 400, 40),
         "--reward_funcs benchmarks/real_tasks.py:sentence_reward --max_completion_length 40 --max_prompt_length 96",
     ),
     "burkov": Task(
         "Burkov's rewards",
-        "The sums, with an example of the tags: 2 for the right answer, 0.2 for each of four tags, as in his tutorial.",
+        "The sums; 2 for the right answer, 0.2 for each of four tags, as in his tutorial.",
         lambda folder, seed: write_splits(folder, seed, sums, tagged_row, 2048, 200),
         "--reward_funcs correctness_reward format_reward --max_completion_length 40 --max_prompt_length 96",
     ),

@@ -279,7 +279,7 @@ threads, which is its faster way here. Minutes and seconds leave out evaluation,
 
 OTHER_TASKS = """## Other tasks
 
-As the sums are learned, 24 steps; accuracy of each seed from 0 on."""
+24 steps, as for the sums, with an example in the prompt; accuracy of each seed."""
 
 FAILED = """## What failed
 
