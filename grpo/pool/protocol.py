@@ -11,12 +11,14 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo.wire import json_fields as fields
-from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
+
+if TYPE_CHECKING:
+    from grpo.wire.picture_files import PicturedPrompt
 
 MOST_TASKS = 4096  # most tasks or groups of one request
 ADAPTER = "adapter"  # folder, in that of a model, with an adapter_config.json

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
-from grpo.wire.picture_files import with_more
 from grpo.workers.worker_tools import WorkerTools
 
 Segment = tuple[list[int], list[float], list[int]]  # the ids drawn in one request, their log-probs and versions
@@ -64,7 +63,7 @@ def draw_in_turns(
         dialogue = turns.begin(example, (run.seed + (task.attempt << 32), task.group, place))
         try:
             while not failed.is_set():  # else the group is lost
-                prompt = with_more(task.prompt_ids, [token[0] for token in tokens])
+                prompt = [*task.prompt_ids, *(token[0] for token in tokens)]
                 ids, logprobs, versions = draw_segment(prompt, run.max_completion_length - len(tokens))
                 tokens += [(*token, True) for token in zip(ids, logprobs, versions, strict=True)]
                 future = dialogue.answer(ids, run.max_completion_length - len(tokens))

@@ -24,7 +24,6 @@ from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.database import lock_file
 from grpo.pool.delta import DeltaError, apply_delta, sha256_of
 from grpo.pool.protocol import ADAPTER, RunInfo, Task, Version
-from grpo.wire.picture_files import PicturedPrompt
 from grpo.workers.engine import EngineError, WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -59,6 +58,8 @@ class ModelFolder:
         them, WorkerFailed if the folder cannot be written, and as Retrier."""
         if not task.pictures:
             return task
+        from grpo.wire.picture_files import PicturedPrompt  # needs Pillow, which not every engine brings
+
         try:
             with self._lock:
                 files = [self._picture(sha256) for sha256 in task.pictures]
