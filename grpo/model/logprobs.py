@@ -114,12 +114,12 @@ def _at_head(
         return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
 
     # ZeRO-3 has a module's weight in place while the module computes, and before its backward pass.
-    with _computing(linear, logprobs):
+    with computing(linear, logprobs):
         return linear(hidden)
 
 
 @contextmanager
-def _computing(module: nn.Module, forward: Callable) -> Iterator[None]:
+def computing(module: nn.Module, forward: Callable) -> Iterator[None]:
     """Let a module's hooks run around another computation than its own."""
     before = vars(module).get("forward")  # accelerate's, of a model on several cards
     module.forward = forward

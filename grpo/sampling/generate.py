@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Pre
 
 from grpo.data.records import Example, Rollout
 from grpo.data.responder import Dialogue, Responder, close_all, make_rollout
-from grpo.model.logprobs import Head, text_at
+from grpo.model.logprobs import Head, computing, text_at
 from grpo.model.lora import frozen_norms
 from grpo.model.packing import Ids
 from grpo.model.pictures import Vision
@@ -81,11 +81,8 @@ def _exact_head(model: PreTrainedModel) -> Iterator[None]:
         head = Head(linear.weight, linear.bias, scale=1.0, softcap=None, temperature=1.0)
         return head.all_logits(hidden[:, -1]).unsqueeze(1)
 
-    linear.forward = exact
-    try:
+    with computing(linear, exact):
         yield
-    finally:
-        del linear.forward
 
 
 class LocalSampler(Sampler):
