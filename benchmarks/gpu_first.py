@@ -38,10 +38,9 @@ def demo(tiny: bool, clock: Clock, tables: Tables) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder, 0)
-        killed_too = f"killed after step {KILLED_AFTER} and resumed"
         for name, killed, more in (
             ("as it is", 0, []),
-            (killed_too, KILLED_AFTER, []),
+            (f"killed after step {KILLED_AFTER} and resumed", KILLED_AFTER, []),
             ("ZeRO-3", 0, ["--deepspeed", "configs/ds_zero3.json"]),
         ):
             if clock.over(name):

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -193,13 +194,16 @@ class Vision:
         self.token_id = processor.token_id
         self.has_positions = self._get_positions is not None
         self.types_name = None if self.has_positions else processor.types_name
-        self._model, self._filler = model, processor.encode(processor.placeholder, [_noise(8, 8, 0)], False)
+        self._model = model
 
-    @property
+    @cached_property
     def filler(self) -> PicturedPrompt | None:
-        """Return a prompt of one small picture, if the vision tower is trained or sharded; else None."""
+        """Return a prompt of one small picture, if the vision tower is trained or sharded; else None. To be asked for
+        once DeepSpeed has the model."""
         is_trained = any(parameter.requires_grad for parameter in vision_parameters(self._model))
-        return self._filler if is_trained or is_sharded(self._model) else None
+        if not (is_trained or is_sharded(self._model)):
+            return None
+        return self._processor.encode(self._processor.placeholder, [_noise(8, 8, 0)], False)
 
     def inputs(self, prompts: Sequence[PicturedPrompt]) -> dict[str, Tensor]:
         """Return the vision tower's inputs for these prompts, by name. Raises PictureError if a picture is damaged."""
