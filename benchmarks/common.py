@@ -168,12 +168,13 @@ def table(head: list[str], rows: list[list[object]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
 
 
-def machine() -> str:
+def machine(on_card: bool = False) -> str:
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         "unknown processor",
     )
-    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    place = torch.cuda.get_device_name() if on_card else f"{model}, {torch.get_num_threads()} threads"
+    return f"{place}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
 
 
 BESIDE_TRL = ["TRL, s", "ours, s", "ratio, pair by pair", "TRL, MiB", "ours, MiB", "ratio"]

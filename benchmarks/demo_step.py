@@ -32,7 +32,7 @@ import torch
 import reward
 from benchmarks import trl_side
 from benchmarks.common import REPOSITORY, machine, spread, table
-from demo.__main__ import ENVIRONMENT, TEXT, prepare, train
+from demo.__main__ import TEXT, places, prepare, train
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import load_model, load_tokenizer
 
@@ -142,7 +142,7 @@ def main() -> None:
         worker(*arguments.worker, arguments.seeds[0])
         return
 
-    os.environ |= {name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")}
+    os.environ |= places()
     logging.disable(logging.WARNING)
     with redirect_stdout(sys.stderr):
         runs, before = measure(arguments.folder, arguments.seeds)

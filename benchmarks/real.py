@@ -2,6 +2,7 @@
 
     python -m benchmarks.real --task sums --sides GRPO TRL --seeds 0 1 2 3 4       (after make demo-real)
     python -m benchmarks.real --sides GSPO --max_steps 12 --eval_steps 4           more settings, for each side
+    GPU=1 python -m benchmarks.real --dtype float32         on a CUDA card, server and one trainer process
     python -m benchmarks.results                            makes docs/results.md of all files of numbers
 
 Every side trains SmolLM2-135M-Instruct on a task of benchmarks/real_tasks.py with the settings of `make demo-real`
@@ -32,7 +33,7 @@ import yaml
 from benchmarks import trl_side
 from benchmarks.common import REPOSITORY, machine
 from benchmarks.real_tasks import TASKS
-from demo.__main__ import ENVIRONMENT, REAL, prepare, train, workers
+from demo.__main__ import ON_CARD, REAL, places, prepare, train, workers
 from demo.english import compare
 from grpo.rewards.compute import load_reward_funcs
 
@@ -130,7 +131,7 @@ def main() -> None:
         worker(*arguments.worker, arguments.seeds[0], options)
         return
 
-    os.environ |= {name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")}
+    os.environ |= places()
     path = RESULTS / f"{arguments.task}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     for turn, seed in enumerate(arguments.seeds):
@@ -145,7 +146,7 @@ def main() -> None:
                     measured = measure(arguments.demo_runs / f"seed{seed}")
                 else:
                     measured = run(arguments.task, side, folder, seed, options, arguments.trl_processes)
-            runs[str(seed)] = measured | {"machine": machine()}
+            runs[str(seed)] = measured | {"machine": machine(ON_CARD)}
             write(path, results)
             for made in ("run", "trl"):
                 shutil.rmtree(folder / made, ignore_errors=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.common import REPOSITORY
-from demo.__main__ import ENVIRONMENT, Demo
+from demo.__main__ import ENVIRONMENT, ON_CARD, Demo
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import free_port
 from grpo.config.trainer import TrainerConfig
@@ -52,7 +52,7 @@ def start(module: str, output: Path, processes: int, words: list[object]) -> dic
     if processes > 1:
         command += ["torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port(), "-m"]
     # Two cores: one thread for each of two processes, or both for one.
-    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(2 // processes)}
+    environment = ENVIRONMENT | ({} if ON_CARD else {"OMP_NUM_THREADS": str(2 // processes)})
     with open(output / "log", "w") as log:
         command = list(map(str, [*command, module, *words]))
         done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -131,13 +131,13 @@ def train(
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
-            bf16=False,
+            bf16=ON_CARD and config.dtype != "float32",
             # What makes it fast here: the whole share in one micro-batch, nothing computed twice, and no search for
             # parameters that got no gradient.
             per_device_train_batch_size=sequences // processes,
             gradient_checkpointing=False,
             ddp_find_unused_parameters=False,
-            use_cpu=True,
+            use_cpu=not ON_CARD,
             ddp_backend="gloo" if processes > 1 else None,
             dataloader_pin_memory=False,
             logging_steps=1,

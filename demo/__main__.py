@@ -8,7 +8,8 @@
     python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, or another demo's file
 
 It runs what a user would run, on two CPU cores: `grpo launch`, which starts the server and two trainer
-processes. The model and the data are kept for the next time; the training starts anew.
+processes. The model and the data are kept for the next time; the training starts anew. With GPU=1 in the environment
+it runs on a CUDA card, server and one trainer process.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ SHOWN, WIDTH = 5, 58  # printed problems; characters of a column of completions
 PICTURE = re.compile(r"<\|vision_start\|>.*<\|vision_end\|>")
 
 # One thread for what builds the model (two with pictures), and each for two ranks and the server: more wait for each
-# other on a loaded machine. On the CPU even where the machine has a GPU.
-CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-ENVIRONMENT = os.environ | CPU
+# other on a loaded machine. On the CPU even where the machine has a GPU, unless GPU=1 asks for that.
+ON_CARD = os.environ.get("GPU") == "1"
+CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if ON_CARD else CPU)
+RANKS = 1 if ON_CARD else 2
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def train(
 ) -> None:
     """Run `grpo launch` with more options to its end; call `meanwhile` a few times a second. Raises DemoError."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    words = ["--nproc_per_node", "2", "--config", demo.config, "--seed", seed, "--port", free_port()]
+    words = ["--nproc_per_node", RANKS, "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]
     words += ["--output_dir", folder / "run", *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
@@ -191,6 +194,11 @@ def workers(folder: Path, count: int) -> Iterator[tuple[str, list[subprocess.Pop
             process.terminate()
         for process in processes:
             process.wait()
+
+
+def places() -> dict[str, str]:
+    """Return what a benchmark of a demo needs in its own environment: where it computes, no hub; not the threads."""
+    return {name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE") if name in ENVIRONMENT}
 
 
 def start(words: list[str | Path], log: Path) -> subprocess.Popen:
