@@ -15,8 +15,9 @@ generate    milliseconds a token of the trainer's samplers (its decode loop with
 ranks       an all-reduce between two cards, where there are two.
 train       ref_server.py and grpo_ref_split.py together on the card: simple_GRPO's 60 steps, its published time beside.
 
-bash benchmarks/real.sh runs three more (benchmarks/gpu_real.py): sums, what make demo-real trains; shapes, five steps
-of Qwen2.5-1.5B, 3B and 7B; gsm8k, 500 steps of SmolLM2-135M-Instruct. bash benchmarks/gpu.sh first asks what to know
+bash benchmarks/real.sh runs four more (benchmarks/gpu_real.py): sums, what make demo-real trains; fits, the settings
+for cards of 24 GB with torch held to what such a card has; shapes, five steps of Qwen2.5-1.5B, 3B and 7B; gsm8k, 500
+steps of SmolLM2-135M-Instruct. bash benchmarks/gpu.sh first asks what to know
 first of a card (benchmarks/gpu_first.py): tests, the tests that need one; demo, make demo on it, killed and resumed.
 """
 
@@ -63,7 +64,7 @@ BUDGET = 16384  # tokens of a batch, the default of server and trainer
 
 def main() -> None:
     parts = {"packed": packed, "memory": memory, "generate": generate, "ranks": ranks, "train": train_both}
-    for part in (gpu_real.sums, gpu_real.shapes, gpu_real.gsm8k):
+    for part in (gpu_real.sums, gpu_real.fits, gpu_real.shapes, gpu_real.gsm8k):
         parts[part.__name__] = partial(part, build)
     parts |= {"tests": gpu_first.tests, "demo": gpu_first.demo}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,4 +1,4 @@
-"""The parts `sums`, `shapes` and `gsm8k` of benchmarks/gpu.py: a real model, and shapes of real ones, on one card."""
+"""The parts `sums`, `fits`, `shapes` and `gsm8k` of benchmarks/gpu.py: a real model, and shapes of real ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -34,7 +35,19 @@ CASES = [
 ]
 """shapes, how each is trained, and what others publish: EasyR1's README for bf16, Unsloth's announcement of February
 2025"""
+FITS = [
+    ("Qwen2.5-1.5B", "configs/lora_24gb.yaml", []),
+    ("Qwen2.5-7B", "configs/qlora_24gb.yaml", []),
+    ("Qwen2.5-1.5B", "configs/whole_7b_24gb.yaml", ["--prompts_per_step", "4"]),
+    ("Qwen2.5-3B", "configs/whole_7b_24gb.yaml", ["--prompts_per_step", "4"]),
+]
+"""shapes, and the files of settings for one card of 24 GB that they are trained with; the number of prompts changes no
+peak"""
 STEP = ["--num_generations", "8", "--prompts_per_step", "8", "--save_steps", "0", "--report_to", "none"]
+COLUMNS = (
+    "generate, s", "wait_ref, s", "update, s", "optimizer, s", "step, s", "peak allocated, GiB", "reserved, GiB",
+    "the dry run's promise, GiB",
+)  # fmt: skip
 LAUNCH = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "1"]
 Build = Callable[[str, bool], PreTrainedModel]
 
@@ -74,30 +87,44 @@ def gsm8k(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
 def shapes(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
     """Train random weights for five steps in each shape, and compare the peak with what the dry run promises."""
     new, lengths = ("8", (20, 40)) if tiny else ("400", (100, 200))
-    tables.head(
-        "shape", "how", "generate, s", "wait_ref, s", "update, s", "optimizer, s", "step, s", "peak allocated, GiB",
-        "reserved, GiB", "the dry run's promise, GiB", "published",
-    )  # fmt: skip
+    tables.head("shape", "how", *COLUMNS, "published")
     for shape, how, options, published in CASES:
         if clock.over(f"{shape}, {how}"):
             return
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            save_random(build(shape, tiny), folder / "model")
-            write_prompts(folder / "data.jsonl", lengths)
-            words = [*settings(folder), "--dataset_name", str(folder / "data.jsonl"), *options, *STEP]
-            words += ["--max_steps", "5", "--eval_steps", "0", "--max_completion_length", new, "--system_prompt", ""]
-            promise = promised(words)
-            steps = run(words, folder, clock)[1:]  # the first warms up
-        if not steps:
-            tables.row(shape, how, "failed: see above")
-            continue
-        phases = [f"time/{phase}" for phase in ("generate", "wait_ref", "update", "optimizer")]
-        means = [statistics.mean(step.get(phase, 0.0) for step in steps) for phase in (*phases, "step_time")]
-        peaks = {name: value for name, value in steps[-1].items() if name.startswith("memory/peak_")}
-        reserved = peaks.pop("memory/peak_reserved", 0.0)
-        memory = [max(peaks.values(), default=0.0), reserved, promise]
-        tables.row(shape, how, *(f"{x:.2f}" for x in (*means, *memory)), published)
+        words = [*options, *STEP, "--max_steps", "5", "--max_completion_length", new]
+        tables.row(shape, how, *step_cells(partial(build, shape, tiny), words, lengths, clock), published)
+
+
+def fits(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
+    """Train random weights by the files of settings for cards of 24 GB; torch may hold no more than such a card has."""
+    tables.head("shape", "settings", *COLUMNS)
+    short = ["--max_completion_length", "8", "--quantization", "none"] if tiny else []
+    lengths = (20, 40) if tiny else (100, 200)
+    for shape, config, options in FITS:
+        if clock.over(f"{shape}, {config}"):
+            return
+        words = ["--config", config, "--callback", "benchmarks/small_card.py:limit", "--max_steps", "3"]
+        words += ["--save_steps", "0", "--report_to", "none", *options, *short]
+        tables.row(shape, config, *step_cells(partial(build, shape, tiny), words, lengths, clock))
+
+
+def step_cells(build: Callable[[], PreTrainedModel], words: list[str], lengths: tuple[int, int], clock: Clock):
+    """Train random weights; return the cells of COLUMNS: means of the steps after the first, which warms up."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_random(build(), folder / "model")
+        write_prompts(folder / "data.jsonl", lengths)
+        words = [*words, *settings(folder), "--dataset_name", str(folder / "data.jsonl")]
+        words += ["--eval_steps", "0", "--system_prompt", ""]
+        promise = promised(words)
+        steps = run(words, folder, clock)[1:]
+    if not steps:
+        return ["failed: see above"]
+    phases = [f"time/{phase}" for phase in ("generate", "wait_ref", "update", "optimizer")]
+    means = [statistics.mean(step.get(phase, 0.0) for step in steps) for phase in (*phases, "step_time")]
+    peaks = {name: value for name, value in steps[-1].items() if name.startswith("memory/peak_")}
+    reserved = peaks.pop("memory/peak_reserved", 0.0)
+    return [f"{x:.2f}" for x in (*means, max(peaks.values(), default=0.0), reserved, promise)]
 
 
 def settings(folder: Path) -> list[str]:

@@ -112,7 +112,7 @@ def test_a_benchmark_runs(name):
     [
         ("gpu.sh", ["packed", "memory", "generate", "ranks", "train"]),
         ("gpu.sh first", ["tests", "demo", "generate", "shapes"]),
-        ("real.sh", ["sums", "shapes", "gsm8k"]),
+        ("real.sh", ["sums", "fits", "shapes", "gsm8k"]),
     ],
 )
 def test_a_benchmark_for_cards_goes_through_all_its_parts_without_one(script, parts, tmp_path):
