@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.common import REPOSITORY, table
-from benchmarks.real import DRAWS, GRPO, REPLACED, RESULTS, SIDES, SIMPLE, TRL
+from benchmarks.real import GRPO, RESULTS, SIDES, SIMPLE, TRL
 from benchmarks.real_tasks import TASKS
 from demo.__main__ import rise_of
 from demo.english import QUESTIONS
@@ -184,7 +184,7 @@ def changed_answers(run: dict) -> str:
 
 def others(results: dict[str, Runs]) -> list[str]:
     """Return the sides that have no section of their own."""
-    return [side for side in SIDES if side in results and side not in (GRPO, TRL, SIMPLE, DRAWS, REPLACED)]
+    return [side for side in SIDES if side in results and side not in (GRPO, TRL, SIMPLE)]
 
 
 def page(tasks: dict[str, dict[str, Runs]]) -> str:
@@ -207,8 +207,6 @@ def page(tasks: dict[str, dict[str, Runs]]) -> str:
         parts += [BESIDE_TRL.format(disturbed=which), sides_table(sums, [TRL]), picture]
     if SIMPLE in sums:
         parts += [BESIDE_SIMPLE, sides_table(sums, [SIMPLE])]
-    if chosen := [side for side in (DRAWS, REPLACED) if side in sums]:
-        parts += [CHOSEN, sides_table(sums, chosen)]
     if others(sums):
         parts += [OPTIONS, sides_table(sums, others(sums))]
     if TRIES.exists():
@@ -232,14 +230,19 @@ def summary(runs: Runs) -> str:
 
 def task_row(name: str, runs: Runs) -> dict[str, object]:
     """Return a task that GRPO alone has learned."""
-    ends = [[100 * run["evaluations"][at]["eval_accuracy"] for run in runs.values()] for at in (0, -1)]
+    before, after = ([cell_of(run, at) for run in runs.values()] for at in (0, -1))
     return {
         "task": f"**{TASKS[name].title}.** {TASKS[name].about}",
-        "before, %": "; ".join(f"{share:.1f}" for share in ends[0]),
-        "after, %": "; ".join(f"{share:.1f}" for share in ends[1]),
+        "before, %": "; ".join(before),
+        "after, %": "; ".join(after),
         "KL, last step": "; ".join(f"{run['kl'][-1]:.2f}" for run in runs.values()),
         "tokens drawn": f"{statistics.mean(sum(run['tokens']) for run in runs.values()):,.0f}",
     }
+
+
+def cell_of(run: dict, at: int) -> str:
+    """Return the accuracy of an evaluation, with a star if it ran on a GPU."""
+    return f"{100 * run['evaluations'][at]['eval_accuracy']:.1f}" + ("*" if "NVIDIA" in run["machine"] else "")
 
 
 def try_row(what: str, run: dict) -> dict[str, object]:
@@ -279,7 +282,7 @@ threads, which is its faster way here. Minutes and seconds leave out evaluation,
 
 OTHER_TASKS = """## Other tasks
 
-24 steps, as for the sums, with an example in the prompt; accuracy of each seed."""
+24 steps, as for the sums, with an example in the prompt; accuracy of each seed, * on one H200."""
 
 FAILED = """## What failed
 
@@ -290,15 +293,11 @@ BESIDE_SIMPLE = """## simple_GRPO's settings
 Four updates a round, and groups of equal rewards replaced, up to four times; their tokens count. Evaluated every fourth
 step; between two evaluations accuracy is taken as a straight line."""
 
-CHOSEN = """## Choosing what to train on
-
-With `num_draws` sixteen completions of each question are drawn, and the eight whose rewards differ most are trained on.
-At equal tokens drawn that is half of the updates; after all steps both have trained on as many completions."""
-
 OPTIONS = """## What the options buy
 
-The same questions and seeds. With one seed, ten points more or less are luck: GRPO's own seeds differ by that. Minutes
-are missing where other work ran beside."""
+The same questions and seeds. Ten points more or less are luck: GRPO's own seeds differ by that. Minutes are missing
+where other work ran beside. With `num_draws` those eight completions of sixteen are trained on whose rewards differ
+most: at equal tokens half of the updates."""
 
 
 def main() -> None:
