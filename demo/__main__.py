@@ -105,6 +105,7 @@ def main() -> int:
     os.environ |= ENVIRONMENT  # before `prepare` imports torch
     start = time.monotonic()
     try:
+        check_place()
         prepare(folder, arguments.seed, demo)
         built = time.monotonic()
         if arguments.prepare:
@@ -122,6 +123,14 @@ def main() -> int:
         print("demo: interrupted; run it again to start the training anew", file=sys.stderr)
         return 130
     return 0
+
+
+def check_place() -> None:
+    """Raise DemoError if a card is asked for and there is none."""
+    from torch.cuda import is_available
+
+    if ON_CARD and not is_available():
+        raise DemoError("GPU=1: torch finds no CUDA card: leave GPU=1 out, or install torch for CUDA")
 
 
 def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:

@@ -28,10 +28,11 @@ pytestmark = pytest.mark.slow
 KINDS = {"text": (TEXT, []), "tools": (TOOLS, ["--tools"]), "vision": (VISION, ["--vision"])}
 
 
-def start(folder, *options) -> subprocess.Popen:
+def start(folder, *options, environment: dict | None = None) -> subprocess.Popen:
     command = [sys.executable, "-m", "demo", "--folder", str(folder), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, start_new_session=True, **pipes)
+    shared = ENVIRONMENT | (environment or {})
+    return subprocess.Popen(command, cwd=REPOSITORY, env=shared, start_new_session=True, **pipes)
 
 
 def run(folder, *options, seconds=580) -> str:
@@ -40,6 +41,13 @@ def run(folder, *options, seconds=580) -> str:
     output, errors = process.communicate(timeout=seconds)
     assert process.returncode == 0, output + errors
     return output
+
+
+def test_a_card_that_is_not_there_is_refused(tmp_path):
+    process = start(tmp_path, environment={"GPU": "1"})
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and not output
+    assert errors == "demo: error: GPU=1: torch finds no CUDA card: leave GPU=1 out, or install torch for CUDA\n"
 
 
 def lines(folder) -> list[dict]:
