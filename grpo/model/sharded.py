@@ -25,7 +25,8 @@ def detached(weight: Tensor) -> Tensor:
 
 
 @contextmanager
-def _whole(weight: Tensor) -> Iterator[None]:
+def whole(weight: Tensor) -> Iterator[None]:
+    """Make a sharded weight whole inside; all ranks call it together."""
     if not hasattr(weight, "ds_id"):
         yield
         return
@@ -42,7 +43,7 @@ def copy_whole(weights: Mapping[str, Tensor], copies: dict[str, Tensor] | None =
     sharded weights a card holds one at a time, and all ranks call this together."""
     copies, keeps = {} if copies is None else copies, not dist.is_initialized() or dist.get_rank() == 0
     for name, weight in weights.items():
-        with _whole(weight):
+        with whole(weight):
             if keeps:
                 if name not in copies:
                     copies[name] = torch.empty_like(weight, device="cpu")

@@ -24,10 +24,10 @@ from grpo.config.errors import ConfigError, one_line
 from grpo.config.fields import find_file
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
-from grpo.model.load import resolve_dtype
+from grpo.model.load import float32_weights, resolve_dtype
 from grpo.model.logprobs import body_of
 from grpo.model.lora import require_packages
-from grpo.model.sharded import is_sharded
+from grpo.model.sharded import is_sharded, whole
 from grpo.run.collective import gather, own_place
 from grpo.run.watchdog import TIME_OUT, Watchdog
 from grpo.trainer.out_of_memory import START, explain_shortage
@@ -170,8 +170,11 @@ def join_ranks(config: TrainerConfig) -> Ranks:
     return Ranks(rank, world_size, device, watchdog)
 
 
-def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
-    """Return the DeepSpeed engine around the policy, and its learning-rate schedule. Raises ConfigError."""
+def start_engine(
+    config: TrainerConfig, ds_config: dict, model: nn.Module, is_new: bool = False
+) -> tuple[Any, LRScheduler]:
+    """Return the DeepSpeed engine around the policy, and its learning-rate schedule. A policy that `is_new`
+    is as its model's files have it. Raises ConfigError."""
     if shards := ds_config["zero_optimization"]["stage"] == 3:
         _shard(model, ds_config)
     else:
@@ -187,6 +190,8 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
         _notice_passes(engine.optimizer.parameter_offload, model)
     elif engine.optimizer.cpu_offload:
         sum_norms_in_blocks(engine.optimizer)
+    if is_new:
+        _begin_in_float32(engine, config)
     # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so it would time sampled
     # tokens, and wait for the device before each.
     engine.module_forward_pre_hook.remove()
@@ -196,6 +201,25 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
     set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     set_timeout(_longest_collective(config), engine.seq_data_parallel_group)
     return engine, schedule
+
+
+def _begin_in_float32(engine: Any, config: TrainerConfig) -> None:
+    """Begin AdamW's weights, which are float32, with those that the model's files hold in float32. DeepSpeed begins
+    them with the bfloat16 that the policy computes in, in whose spacing the first updates would be lost."""
+    if config.use_peft or engine.module.dtype != torch.bfloat16:
+        return
+    trained = {name: weight for name, weight in engine.module.named_parameters() if weight.requires_grad}
+    for name, value in float32_weights(config.model_name_or_path):
+        if (weight := trained.get(name)) is None:
+            continue
+        with whole(weight):  # transformers may have loaded it otherwise than it is named
+            is_same = weight.shape == value.shape and torch.equal(weight.cpu(), value.to(weight.dtype))
+        if is_same and is_sharded(engine.module):
+            share = weight.partition_numel()  # that of the last rank may go beyond the end
+            padded = nn.functional.pad(value.flatten(), (0, share * dist.get_world_size() - value.numel()))
+            deepspeed.utils.safe_set_local_fp32_param(weight, padded[share * dist.get_rank() :][:share])
+        elif is_same:
+            deepspeed.utils.safe_set_full_fp32_param(weight, value)
 
 
 def _shard(model: PreTrainedModel, ds_config: dict) -> None:

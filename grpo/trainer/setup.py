@@ -103,7 +103,7 @@ def set_up(
         run_folder = folder if rank == 0 else None
         publisher = WeightPublisher(config, client, model, inputs.tokenizer, policy_info, run_folder, inputs.processor)
     log.info("starting DeepSpeed on %d x %s", world_size, device)
-    engine, schedule = start_engine(config, inputs.ds_config, model)
+    engine, schedule = start_engine(config, inputs.ds_config, model, is_new=checkpoint is None)
     if not begins_whole:
         with torch.no_grad():  # DeepSpeed's hooks refuse the gradients of some weights: log-probs alone are tried
             batcher, sampler = choose_sampler(config, inputs, model)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from altered_trainer import killed_at
 from conftest import REPOSITORY, run_python
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_worker import DTYPES, SHIPPED
 from rounding import FORMULA, assert_rounded
+from sharded import ON_CARDS, in_layers
 from torch import nn
 from trainer_runs import check_weights, finish, options, training, weights, went_on
 from transformers import AutoModelForCausalLM
@@ -155,3 +157,19 @@ def test_killed_twice_it_has_the_weights_of_a_run_without_offload(model_folder, 
     here, there = (weights(tmp_path / run / "model") for run in ("with", "without"))
     for name in there:
         assert_rounded(here[name], there[name], FORMULA, about=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, file", [(2, "ds_config.json"), (1, "configs/ds_offload.json"), (3, ON_CARDS)])
+def test_in_bfloat16_a_model_in_float32_is_not_rounded_at_the_start(ranks, file, model_folder, data_folder, tmp_path):
+    """AdamW's weights after a step too small to change them; their bfloat16 values are others."""
+    path = in_layers(file, tmp_path) if file == ON_CARDS else file
+    settings = {"max_steps": 1, "save_steps": 1, "eval_steps": 0, "report_to": "none", "beta": 0, "dtype": "bfloat16"}
+    settings |= {"learning_rate": 1e-13, "prompts_per_step": 6, "deepspeed": path}
+    finish(ranks, options(model_folder, data_folder, tmp_path / "run", **settings))
+    there = weights(model_folder)
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run/checkpoint-1", "engine")
+    for name, weight in there.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-12)
+    rounded = sum(torch.count_nonzero(weight != weight.bfloat16()).item() for weight in there.values())
+    assert rounded > 0.9 * sum(weight.numel() for weight in there.values())
