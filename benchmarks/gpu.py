@@ -17,8 +17,8 @@ train       ref_server.py and grpo_ref_split.py together on the card: simple_GRP
 
 bash benchmarks/real.sh runs four more (benchmarks/gpu_real.py): sums, what make demo-real trains; fits, the settings
 for cards of 24 GB with torch held to what such a card has; shapes, five steps of Qwen2.5-1.5B, 3B and 7B; gsm8k, 500
-steps of SmolLM2-135M-Instruct. bash benchmarks/gpu.sh first asks what to know
-first of a card (benchmarks/gpu_first.py): tests, the tests that need one; demo, make demo on it, killed and resumed.
+steps of SmolLM2-135M-Instruct. bash benchmarks/gpu.sh first asks what to know first of a card
+(benchmarks/gpu_first.py): tests, the tests that need one; demo, make demo on it, killed and resumed.
 """
 
 from __future__ import annotations

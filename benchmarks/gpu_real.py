@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -87,34 +86,33 @@ def gsm8k(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
 
 def shapes(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
     """Train random weights for five steps in each shape, and compare the peak with what the dry run promises."""
-    new, lengths = ("8", (20, 40)) if tiny else ("400", (100, 200))
+    new = "8" if tiny else "400"
     tables.head("shape", "how", *COLUMNS, "published")
     for shape, how, options, published in CASES:
         if clock.over(f"{shape}, {how}"):
             return
         words = [*options, *STEP, "--max_steps", "5", "--max_completion_length", new]
-        tables.row(shape, how, *step_cells(partial(build, shape, tiny), words, lengths, clock), published)
+        tables.row(shape, how, *step_cells(build, shape, tiny, words, clock), published)
 
 
 def fits(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
     """Train random weights by the files of settings for cards of 24 GB; torch may hold no more than such a card has."""
     tables.head("shape", "settings", *COLUMNS)
     short = ["--max_completion_length", "8", "--quantization", "none"] if tiny else []
-    lengths = (20, 40) if tiny else (100, 200)
     for shape, config, options in FITS:
         if clock.over(f"{shape}, {config}"):
             return
         words = ["--config", config, "--callback", "benchmarks/small_card.py:limit", "--max_steps", "3"]
         words += ["--save_steps", "0", "--report_to", "none", *options, *short]
-        tables.row(shape, config, *step_cells(partial(build, shape, tiny), words, lengths, clock))
+        tables.row(shape, config, *step_cells(build, shape, tiny, words, clock))
 
 
-def step_cells(build: Callable[[], PreTrainedModel], words: list[str], lengths: tuple[int, int], clock: Clock):
+def step_cells(build: Build, shape: str, tiny: bool, words: list[str], clock: Clock) -> list[str]:
     """Train random weights; return the cells of COLUMNS: means of the steps after the first, which warms up."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        save_random(build(), folder / "model")
-        write_prompts(folder / "data.jsonl", lengths)
+        save_random(build(shape, tiny), folder / "model")
+        write_prompts(folder / "data.jsonl", (20, 40) if tiny else (100, 200))
         words = [*words, *settings(folder), "--dataset_name", str(folder / "data.jsonl")]
         words += ["--eval_steps", "0", "--system_prompt", ""]
         promise = promised(words)

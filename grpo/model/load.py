@@ -1,11 +1,9 @@
 """Load the tokenizer, the policy and the frozen reference: of a model or an adapter, from the hub or a folder."""
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -21,6 +19,7 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from grpo.config.errors import require
 from grpo.config.sampling_settings import AnsweringConfig, SharedConfig
@@ -87,12 +86,12 @@ def load_model(
 
 def float32_weights(name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights that a model's safetensors files hold in float32, one at a time, by their names there."""
-    if (first := find_file(name, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)) is None:
-        return
-    files = [first]
-    if first.endswith(".json"):
-        parts = {*json.loads(Path(first).read_text(encoding="utf-8"))["weight_map"].values()}
-        files = [path for part in sorted(parts) if (path := find_file(name, part))]
+    if path := find_file(name, SAFE_WEIGHTS_NAME):  # which transformers takes where both are
+        files = [path]
+    elif index := find_file(name, SAFE_WEIGHTS_INDEX_NAME):
+        files, _ = get_checkpoint_shard_files(name, index)
+    else:
+        files = []
     for path in files:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 it is no dict

@@ -209,12 +209,13 @@ def _begin_in_float32(engine: Any, config: TrainerConfig) -> None:
     if config.use_peft or engine.module.dtype != torch.bfloat16:
         return
     trained = {name: weight for name, weight in engine.module.named_parameters() if weight.requires_grad}
+    shards = is_sharded(engine.module)
     for name, value in float32_weights(config.model_name_or_path):
         if (weight := trained.get(name)) is None:
             continue
         with whole(weight):  # transformers may have loaded it otherwise than it is named
             is_same = weight.shape == value.shape and torch.equal(weight.cpu(), value.to(weight.dtype))
-        if is_same and is_sharded(engine.module):
+        if is_same and shards:
             share = weight.partition_numel()  # that of the last rank may go beyond the end
             padded = nn.functional.pad(value.flatten(), (0, share * dist.get_world_size() - value.numel()))
             deepspeed.utils.safe_set_local_fp32_param(weight, padded[share * dist.get_rank() :][:share])

@@ -18,6 +18,7 @@ from grpo.model import hub
 from grpo.model.fingerprint import describe
 from grpo.model.load import (
     eos_token_ids,
+    float32_weights,
     load_end_ids,
     load_model,
     load_reference,
@@ -257,3 +258,17 @@ def test_bfloat16_is_chosen_where_a_gpu_has_units_for_it(monkeypatch, major, exp
     assert resolve_dtype(SharedConfig(), torch.device("cuda")) == expected
     assert resolve_dtype(SharedConfig(), torch.device("cpu")) == torch.float32
     assert resolve_dtype(SharedConfig(dtype="bfloat16"), torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("size, files", [("1GB", 1), ("50KB", 5)])
+def test_weights_in_float32_are_found_in_one_file_and_in_several(model, tmp_path, size, files):
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert len([*tmp_path.glob("*.safetensors")]) >= files
+    found = dict(float32_weights(str(tmp_path)))
+    assert {*found} == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(found[name], weight) for name, weight in model.named_parameters())
+
+
+def test_a_model_in_bfloat16_has_no_weights_in_float32(model_folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert not [*float32_weights(str(tmp_path))]
