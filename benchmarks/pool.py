@@ -1,11 +1,13 @@
 """What a pool of rollouts carries, and what workers bring to the demo.
 
     python -m benchmarks.pool --part throughput      leases and uploads a second
+    python -m benchmarks.pool --clients 8 64 512 --pool_url postgresql://grpo@localhost/bench --pools 3     likewise
     python -m benchmarks.pool --part demo            steps of the demo with 0 to 3 workers
 
 throughput  Clients, each a thread with the workers' own PoolClient, lease groups by eights and upload each by itself:
             8 completions of 700 tokens, 67 kB. An upload is answered when it is on the disk. Beside it the same results
-            stored without HTTP, and a plain write with fsync of the same bytes.
+            stored without HTTP, and a plain write with fsync of the same bytes. With --pool_url also through pools on
+            PostgreSQL, one and --pools of them; each measurement makes a schema there.
 demo        Steps of configs/demo_cpu.yaml without evaluations: first with the trainer's own sampler, then with
             `--max_policy_lag 1` and workers of the engine transformers, which draw one group of 8 at a time, or 8. All
             share this machine's cores.
@@ -23,10 +25,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.__main__ import prepare, start, train
@@ -43,23 +47,38 @@ MODEL = b"weights" * 1000
 
 
 @contextmanager
-def pool_server(folder: Path) -> Iterator[str]:
-    """Start a pool; yield its URL."""
-    port = free_port()
-    words = ["--task", "rollouts", "--pool_file", folder / "pool.sqlite", "--port", port, "--log_level", "warning"]
-    process = subprocess.Popen([sys.executable, "ref_server.py", *map(str, words)], cwd=REPOSITORY)
-    url, client = f"http://127.0.0.1:{port}", PoolClient(f"http://127.0.0.1:{port}")
+def pool_servers(folder: Path, count: int = 1, pool_url: str | None = None) -> Iterator[list[str]]:
+    """Start pools on one file or database; yield their URLs."""
+    kept = ["--pool_url", new_schema(pool_url)] if pool_url else ["--pool_file", folder / "pool.sqlite"]
+    ports = [free_port() for _ in range(count)]
+    words = ["ref_server.py", "--task", "rollouts", *kept, "--pool_folder", folder, "--log_level", "warning"]
+    commands = [[sys.executable, *map(str, words), "--port", str(port)] for port in ports]
+    processes = [subprocess.Popen(command, cwd=REPOSITORY) for command in commands]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
     try:
-        while True:
-            try:
-                client.run()
-                break
-            except RequestFailure:
-                time.sleep(0.1)
-        yield url
+        for url in urls:
+            while True:
+                try:
+                    PoolClient(url).run()
+                    break
+                except RequestFailure:
+                    time.sleep(0.1)
+        yield urls
     finally:
-        process.terminate()
-        process.wait()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def new_schema(pool_url: str) -> str:
+    """Make an empty schema in a database; return a URL whose tables are there."""
+    import psycopg
+
+    name = f"bench_{time.time_ns()}"
+    with psycopg.connect(pool_url, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {name}")
+    return f"{pool_url}?options=-csearch_path%3D{name}"
 
 
 def fill(url: str, groups: int) -> None:
@@ -89,26 +108,36 @@ def run_info(sha256: str) -> RunInfo:
 def work(url: str, name: str, leases: list[float], uploads: list[float]) -> None:
     """Draw until nothing is left; note the seconds of each lease and each upload."""
     client = PoolClient(url)
-    while True:
+
+    def ask(send: Callable, times: list[float]) -> Any:
+        """Return an answer, and note its seconds, with those of the times that the pool was too busy."""
         start = time.perf_counter()
-        leased = client.lease(Lease(name, 8, [], 0.0))
-        leases.append(time.perf_counter() - start)
+        while True:
+            try:
+                answer = send()
+                times.append(time.perf_counter() - start)
+                return answer
+            except RequestFailure as failure:
+                time.sleep(failure.retry_after or 0.1)
+
+    while True:
+        leased = ask(partial(client.lease, Lease(name, 8, [], 0.0)), leases)
         if not leased.tasks:
             return
         weights = [(leased.version, leased.sha256)]
         for task in leased.tasks:
-            start = time.perf_counter()
-            client.results(name, [replace(DRAWN, group=task.group)], weights)
-            uploads.append(time.perf_counter() - start)
+            group = replace(DRAWN, group=task.group)
+            ask(partial(client.results, name, [group], weights), uploads)
 
 
-def throughput(groups: int, clients: int) -> list[object]:
+def throughput(groups: int, clients: int, pools: int = 1, pool_url: str | None = None) -> list[object]:
     leases: list[float] = []
     uploads: list[float] = []
-    with tempfile.TemporaryDirectory() as folder, pool_server(Path(folder)) as url:
-        fill(url, groups)
+    with tempfile.TemporaryDirectory() as folder, pool_servers(Path(folder), pools, pool_url) as urls:
+        fill(urls[0], groups)
         threads = [
-            threading.Thread(target=work, args=(url, f"worker {number}", leases, uploads)) for number in range(clients)
+            threading.Thread(target=work, args=(urls[number % pools], f"worker {number}", leases, uploads))
+            for number in range(clients)
         ]
         start = time.perf_counter()
         for thread in threads:
@@ -118,7 +147,9 @@ def throughput(groups: int, clients: int) -> list[object]:
         took = time.perf_counter() - start
     if len(uploads) != groups:
         raise RuntimeError(f"{len(uploads)} of {groups} groups were uploaded")
-    return [f"{clients} clients, HTTP", f"{len(uploads) / took:.0f}", milliseconds(leases), milliseconds(uploads)]
+    engine = f"PostgreSQL, {pools} pools" if pool_url else "SQLite"
+    name = f"{engine}, {clients} clients"
+    return [name, f"{len(uploads) / took:.0f}", *map(milliseconds, (leases, uploads)), f"{max(uploads + leases):.1f}"]
 
 
 def stored_alone(groups: int) -> list[object]:
@@ -133,7 +164,7 @@ def stored_alone(groups: int) -> list[object]:
             store.add_results([(task, replace(DRAWN, group=task.group))], "worker")
             times.append(time.perf_counter() - start)
         store.close()
-    return ["SQLite without HTTP", f"{groups / sum(times):.0f}", "", milliseconds(times)]
+    return ["SQLite without HTTP", f"{groups / sum(times):.0f}", "", milliseconds(times), f"{max(times):.1f}"]
 
 
 def written_alone(groups: int) -> list[object]:
@@ -146,7 +177,7 @@ def written_alone(groups: int) -> list[object]:
             file.flush()
             os.fsync(file.fileno())
             times.append(time.perf_counter() - start)
-    return ["write and fsync", f"{groups / sum(times):.0f}", "", milliseconds(times)]
+    return ["write and fsync", f"{groups / sum(times):.0f}", "", milliseconds(times), f"{max(times):.1f}"]
 
 
 def demo_steps(folder: Path, steps: int, workers: int = 0, groups: int = 1) -> list[object]:
@@ -189,6 +220,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pool", description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=["throughput", "demo"], default="throughput")
     parser.add_argument("--groups", type=int, default=2000, help="of the part throughput")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="of the part throughput")
+    parser.add_argument("--pool_url", help="a PostgreSQL database, for the part throughput")
+    parser.add_argument("--pools", type=int, default=3, help="pools on PostgreSQL beside one alone")
     parser.add_argument("--steps", type=int, default=40, help="of the part demo")
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/pool"), help="for all that is made")
     arguments = parser.parse_args()
@@ -200,9 +234,14 @@ def main() -> None:
         print(table(["who draws", "seconds a step", "of them waiting for completions", "tokens/s"], rows))
         return
     print(machine())
-    rows = [throughput(arguments.groups, clients) for clients in (1, 4)]
+    rows = []
+    for clients in arguments.clients:
+        rows.append(throughput(arguments.groups, clients))
+        if arguments.pool_url:
+            rows += [throughput(arguments.groups, clients, pools, arguments.pool_url) for pools in (1, arguments.pools)]
     rows += [stored_alone(arguments.groups), written_alone(arguments.groups)]
-    print(table(["way", "groups a second", "ms a lease of 8: median, 99 %", "ms an upload: median, 99 %"], rows))
+    columns = "way", "groups a second", "ms a lease of 8: median, 99 %", "ms an upload: median, 99 %", "s the longest"
+    print(table([*columns], rows))
 
 
 if __name__ == "__main__":

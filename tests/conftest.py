@@ -35,9 +35,12 @@ pytest.register_assert_rewrite(
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from postgres import Postgres, running_postgres  # noqa: E402
+
 from demo.model import build_model, build_tokenizer  # noqa: E402
 from demo.task import write_dataset  # noqa: E402
 from grpo.config.console import free_port  # noqa: E402
+from grpo.config.server import ServerConfig  # noqa: E402
 
 GSM8K = REPOSITORY.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
@@ -271,6 +274,21 @@ def pool(tmp_path) -> Iterator[Server]:
 
     with running_pool(tmp_path) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "postgres"])
+def pool_config(request, tmp_path) -> ServerConfig:
+    """Settings of a pool without a run, with its rows in a file, or in PostgreSQL where that is installed."""
+    kept = {"pool_file": str(tmp_path / "run.sqlite")}
+    if request.param == "postgres":
+        kept = {"pool_url": request.getfixturevalue("postgres").new_database()}
+    return ServerConfig(task="rollouts", pool_folder=str(tmp_path / "files"), **kept)
 
 
 def launcher(ranks: int) -> list[str]:

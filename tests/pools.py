@@ -52,13 +52,13 @@ def running_pool(folder: Path, *options: str, **server) -> AbstractContextManage
 class Pool:
     """A pool's application in this process."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, config: ServerConfig):
+        self.config = config
         self.start()
         self.weights = {}  # SHA-256 of each version's weights, as put last
 
     def start(self):
-        self.service = PoolService(ServerConfig(task="rollouts", pool_file=str(self.path)))
+        self.service = PoolService(self.config)
         self.service.load()
         self.app = make_app(self.service)
 

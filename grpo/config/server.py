@@ -17,10 +17,20 @@ class ServingSection(Section):
     task: Literal["logprobs", "reward", "rollouts"] = option(
         "logprobs",
         "what to serve: log-probs of a reference model, scores of a reward model (sequence classification, one "
-        "output), or a pool of rollouts for trainer and workers (needs pool_file, no model)",
+        "output), or a pool of rollouts for trainer and workers (needs pool_file or pool_url, no model)",
         common=True,
     )
     pool_file: str | None = option(None, "file of one run's pool, made if missing", needs="task rollouts", common=True)
+    pool_url: str | None = option(
+        None,
+        "instead of pool_file: postgresql://USER@HOST/DATABASE of one run, for several pools",
+        needs="task rollouts",
+    )
+    pool_folder: str | None = option(
+        None,
+        "folder of a pool's files, weights above all, on a disk that its pools share; unset: POOL_FILE.files",
+        needs="task rollouts",
+    )
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
     max_length: int | None = option(None, "most tokens of a sequence; unset: the model's", above=0, common=True)
     max_batch_tokens: int | None = option(None, "tokens in a pass; unset: 16384, on a CPU 4096", above=0, common=True)
@@ -54,7 +64,14 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
         super().__post_init__()
         is_whole = self.quantization == "none"
         self.check(self.task != "reward" or is_whole, quantization="not for task reward: leave it out")
-        self.check(self.task != "rollouts" or self.pool_file is not None, pool_file="name one, such as run.sqlite")
+        if self.task == "rollouts":
+            self.check(self.pool_file or self.pool_url, pool_file="name one, such as run.sqlite, or a pool_url")
+            self.check(not (self.pool_file and self.pool_url), pool_url="leave out pool_file, or this")
+            is_known = self.pool_url is None or self.pool_url.startswith(("postgresql://", "postgres://"))
+            self.check(is_known, pool_url="write it as postgresql://USER@HOST/DATABASE")
+            self.check(
+                self.pool_url is None or self.pool_folder is not None, pool_folder="name one that its pools share"
+            )
         self.check(self.update_folder is None or is_whole, update_folder="quantized weights cannot be replaced")
         if self.token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
             self.refuse("host", f"others could reach it there: give --token_file or {TOKEN_VARIABLE}, or use 127.0.0.1")

@@ -1,4 +1,4 @@
-"""The pool's SQLite file: its schema, its lock, and the errors of its disk."""
+"""The database of a pool, whatever engine keeps it, and the SQLite file with its schema, lock and errors."""
 
 import fcntl
 import hashlib
@@ -6,6 +6,8 @@ import logging
 import os
 import sqlite3
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +19,8 @@ from grpo.wire.refusals import ProtocolError
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 << 20  # most bytes of a file in one row, and in one answer
-_APPLICATION, _SCHEMA_VERSION = 0x47525031, 3  # "GRP1"; another schema gets another number
-_PAGE_BYTES = 16 << 10  # a piece of 16 MiB is read four times as fast as from pages of 4 KiB
-_SCHEMA = """
+APPLICATION, SCHEMA_VERSION = 0x47525031, 4  # "GRP1"; another schema gets another number
+SCHEMA = """
 -- A `checksum` is the result of `checksum` for the row's other values, in the order of its columns.
 CREATE TABLE run (number INTEGER PRIMARY KEY CHECK (number = 1), info BLOB NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE tasks (
@@ -35,29 +35,110 @@ CREATE TABLE tasks (
     PRIMARY KEY (group_id, attempt)
 );
 CREATE INDEX open_tasks ON tasks (version, group_id, attempt) WHERE drawn IS NULL;
+CREATE INDEX pictured_tasks ON tasks (pictures) WHERE length(pictures) > 0;
 CREATE TABLE versions (
     version INTEGER PRIMARY KEY,
     weights TEXT NOT NULL,  -- their SHA-256
     info BLOB,  -- NULL once the version was dropped: what it drew stays
     checksum BLOB NOT NULL
 );
-CREATE TABLE files (sha256 TEXT PRIMARY KEY, size INTEGER NOT NULL, received INTEGER NOT NULL);
-CREATE TABLE pieces (
-    sha256 TEXT NOT NULL, start INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (sha256, start)
+"""
+LEASES_SCHEMA = """
+CREATE TEMPORARY TABLE leases (
+    group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, worker TEXT NOT NULL, PRIMARY KEY (group_id, attempt)
+);
+CREATE TEMPORARY TABLE workers (
+    name TEXT PRIMARY KEY,
+    seen DOUBLE PRECISION NOT NULL,  -- time of its last request, as Database.now
+    room INTEGER NOT NULL,  -- tasks that it asked for
+    is_suspended INTEGER NOT NULL,
+    state TEXT NOT NULL  -- the others of WorkerState's fields, as JSON
 );
 """
+_KEYS = {"run": ["number"], "tasks": ["group_id", "attempt"], "versions": ["version"], "workers": ["name"]}
+SHARED, LEASES, ALONE = "shared", "leases", "alone"
+"""Kinds of transactions of several pools on one database: with all but ALONE; the same, but with no other of LEASES;
+with no other. Pools on one file have one process."""
+_PAGE_BYTES = 16 << 10  # a group's completions are read four times as fast as from pages of 4 KiB
+_LOG_BYTES = 64 << 20  # of the log beside the file, at most, once it was written back
 
 
-class Database:
-    """The file, open for this process alone. Any thread may call all methods; all raise ProtocolError, 503, if the
-    disk fails."""
+class Database(ABC):
+    """A pool's tables. Any thread may call all methods; all raise ProtocolError, 503, and store nothing, if the disk or
+    the engine fails."""
+
+    def __init__(self, field: str, place: str, on_damage: Callable[[ConfigError], None]):
+        """`place` is a setting's value, to show. `on_damage` is called if a later request finds it damaged or gone."""
+        self.place, self.setting, self._on_damage = place, f"{field}={place!r}", on_damage
+        self.lock = threading.RLock()  # a caller holds it over several reads of one state
+        self._is_in_transaction = False
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return its bytes on the disk."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return seconds, by a clock that all pools on this database share."""
+
+    @abstractmethod
+    def sql(self, statement: str, *values: Any) -> list[tuple]:
+        """Execute a statement; return its rows."""
+
+    @abstractmethod
+    def _begun(self, kind: str) -> Any:
+        """Begin a transaction, as a context that commits it, or rolls it back after an exception."""
+
+    def row(self, statement: str, *values: Any) -> tuple | None:
+        return next(iter(self.sql(statement, *values)), None)
+
+    def checked_rows(self, name: str, statement: str, *values: Any) -> list[tuple]:
+        """Return rows without their checksum. `name` is for messages, with the row's first values: "version {}"."""
+        rows = self.sql(statement, *values)
+        for row in rows:
+            if not is_whole(row):
+                raise self._fail(damaged(self.setting, "its checksum differs", name.format(*row)))
+        return [row[:-1] for row in rows]
+
+    def store(self, table: str, *values: Any) -> None:
+        """Store a row with its checksum; it replaces the row of the same key."""
+        self.replace(table, *values, checksum(values))
+
+    def replace(self, table: str, *values: Any) -> None:
+        """Store a row, inside a transaction; it replaces the row of the same key."""
+        keys = _KEYS[table]
+        self.sql(f"DELETE FROM {table} WHERE {' AND '.join(f'{key} = ?' for key in keys)}", *values[: len(keys)])
+        self.sql(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", *values)
+
+    @contextmanager
+    def transaction(self, kind: str = ALONE) -> Iterator[None]:
+        """Store all changes of the block, or none. Inside another transaction they are that one's."""
+        with self.lock:
+            if self._is_in_transaction:
+                yield
+                return
+            self._is_in_transaction = True
+            try:
+                with self._begun(kind):
+                    yield
+            finally:
+                self._is_in_transaction = False
+
+    def _fail(self, fault: ConfigError) -> ProtocolError:
+        """Let the pool end; return the answer to the present request."""
+        self._on_damage(fault)
+        return ProtocolError(503, "worker_died", f"{self.setting} is damaged or gone: the pool is ending", 5)
+
+
+class SqliteDatabase(Database):
+    """A file, open for this process alone."""
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
-        """Open the file, or make it. `on_damage` is called if a later request finds it damaged or gone. Raises
-        ConfigError if it is no pool's, damaged, or in use."""
-        self.path, self._on_damage = path, on_damage
-        self.setting = f"pool_file={path!r}"  # the first words of messages about the file
-        self.lock = threading.RLock()  # a caller holds it over several reads of one state
+        """Open the file, or make it. Raises ConfigError if it is no pool's, damaged, or in use."""
+        super().__init__("pool_file", path, on_damage)
         try:
             self._file = lock_file(path)
         except BlockingIOError as error:
@@ -79,34 +160,18 @@ class Database:
             os.close(self._file)  # not before: closing a file ends all locks that SQLite holds on it
 
     def size(self) -> int:
-        """Return the bytes of the file and of the log beside it."""
         return sum(os.path.getsize(name) for name in self._names if os.path.exists(name))
 
-    def row(self, statement: str, *values: Any) -> tuple | None:
-        return next(iter(self.sql(statement, *values)), None)
+    def now(self) -> float:
+        return time.monotonic()
 
     def sql(self, statement: str, *values: Any) -> list[tuple]:
-        """Execute a statement; return its rows."""
         with self.lock, self._failures():
             return self._connection.execute(statement, values).fetchall()
 
-    def checked_rows(self, name: str, statement: str, *values: Any) -> list[tuple]:
-        """Return rows without their checksum. `name` is for messages, with the row's first values: "version {}"."""
-        rows = self.sql(statement, *values)
-        for row in rows:
-            with self._failures(name.format(*row)):
-                check_row(row)
-        return [row[:-1] for row in rows]
-
-    def store(self, table: str, *values: Any) -> None:
-        """Store a row with its checksum; it replaces the row of the same key."""
-        places = ", ".join("?" * (len(values) + 1))
-        self.sql(f"REPLACE INTO {table} VALUES ({places})", *values, checksum(values))
-
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Store all changes of the block, or none."""
-        with self.lock, self._connection:  # which rolls back after an exception
+    def _begun(self, kind: str) -> Iterator[None]:
+        with self._connection:  # which rolls back after an exception
             self.sql("BEGIN IMMEDIATE")
             yield
             self._check_place()
@@ -117,21 +182,19 @@ class Database:
         for name, opened in self._opened.items():
             if not (os.path.exists(name) and os.path.samestat(os.stat(name), opened)):
                 reason = f"{name} was moved, replaced or deleted while the pool was writing it"
-                self._on_damage(unusable(self.setting, reason, "put it back or name another file, and start again"))
-                raise ProtocolError(503, "worker_died", f"{reason}: the pool is ending", 5)
+                raise self._fail(unusable(self.setting, reason, "put it back or name another file, and start again"))
 
     @contextmanager
-    def _failures(self, name: str = "") -> Iterator[None]:
-        """Turn errors of the disk or the file into ProtocolError. `name` is the part that is read."""
+    def _failures(self) -> Iterator[None]:
+        """Turn errors of the disk or the file into ProtocolError."""
         try:
             yield
         except sqlite3.OperationalError as error:
-            message = f"{self.path} cannot be written or read ({error}): its disk may be full"
+            message = f"{self.place} cannot be written or read ({error}): its disk may be full"
             log.error(message)
             raise ProtocolError(503, "no_space", message, retry_after=5) from error
         except sqlite3.DatabaseError as error:
-            self._on_damage(damaged(self.setting, error, name))
-            raise ProtocolError(503, "worker_died", f"{self.path} is damaged: the pool is ending", 5) from error
+            raise self._fail(damaged(self.setting, error)) from error
 
 
 def open_read_only(path: str, setting: str) -> sqlite3.Connection:
@@ -161,14 +224,16 @@ def _open(path: str, setting: str) -> sqlite3.Connection:
     with _connected(path, setting) as connection:
         if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
             connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-            kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
-            connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
+            kind = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA_VERSION};"
+            connection.executescript(f"BEGIN; {kind} {SCHEMA} COMMIT;")
         _check_kind(setting, connection)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
-        connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
+        connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # and make the log, for _check_place
-        connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over gigabytes
+        connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over what it deletes
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.executescript(LEASES_SCHEMA)
         return connection
 
 
@@ -191,10 +256,10 @@ def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
     """Raise ConfigError if the file is not a pool's."""
     names = "application_id", "user_version"
     (application,), (version,) = (connection.execute(f"PRAGMA {name}").fetchone() for name in names)
-    if application != _APPLICATION:
+    if application != APPLICATION:
         raise unusable(setting, "it is the database of another program", "name another file")
-    if version != _SCHEMA_VERSION:
-        reason = f"it has schema {version}, and this program reads {_SCHEMA_VERSION}"
+    if version != SCHEMA_VERSION:
+        reason = f"it has schema {version}, and this program reads {SCHEMA_VERSION}"
         raise unusable(setting, reason, "use the release that made it, or name another file")
 
 
@@ -207,10 +272,9 @@ def checksum(values: Iterable[int | str | bytes | None]) -> bytes:
     return digest.digest()
 
 
-def check_row(row: tuple) -> None:
-    """Raise sqlite3.DatabaseError, as SQLite does for a damaged page, unless a row's last value is its checksum."""
-    if checksum(row[:-1]) != row[-1]:
-        raise sqlite3.DatabaseError("its checksum differs")
+def is_whole(row: tuple) -> bool:
+    """Return whether a row's last value is its checksum."""
+    return checksum(row[:-1]) == row[-1]
 
 
 @contextmanager

@@ -1,12 +1,15 @@
-"""Which worker draws which task, and each worker's state. In memory: a pool that restarts forgets it."""
+"""Which worker draws which task, and each worker's state. A pool's restart forgets it, several pools on one database
+share it."""
 
+import json
 import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 
+from grpo.pool.database import LEASES, Database
 from grpo.pool.protocol import Lease
 
 log = logging.getLogger("ref_server")
@@ -20,16 +23,17 @@ MOST_DRIFT = 0.1, 3.0
 workers. Two right engines in bfloat16 differed by 0.04, one that kept its old head by 0.58; a lag moves all workers
 by the same amount."""
 STATES = "drawing", "waiting", "silent", "apart"
-_MOST_WORKERS = 256
+_MOST_WORKERS = 1024
 
 
 @dataclass
 class WorkerState:
-    """The pool's record of a worker. Times are time.monotonic()."""
+    """The pool's record of a worker. Times are those of Database.now."""
 
     name: str
     lease: Lease  # its last request
     seen: float
+    is_suspended: bool = False  # it gets no more tasks until its process is started again
     holds: set[Key] = field(default_factory=set)
     uploaded: float | None = None  # time of its last accepted upload
     groups: int = 0
@@ -38,14 +42,25 @@ class WorkerState:
     refused_in_a_row: int = 0
     reason: str = ""  # why its last upload was refused, or why it is suspended
     drift: float | None = None  # nats a token from the trainer's log-probs, a mean of the last step with groups of it
-    is_suspended: bool = False  # it gets no more tasks until its process is started again
 
-    @property
-    def state(self) -> str:
-        """one of STATES"""
+    @classmethod
+    def of_row(cls, row: tuple, holds: set[Key]) -> "WorkerState":
+        """Read a row of the table workers."""
+        name, seen, _, is_suspended, state = row
+        state = json.loads(state)
+        return cls(name, Lease(**state.pop("lease")), seen, bool(is_suspended), holds, **state)
+
+    def to_row(self) -> tuple:
+        state = asdict(self)
+        for column in ("name", "seen", "is_suspended", "holds"):
+            del state[column]
+        return self.name, self.seen, self.lease.room, int(self.is_suspended), json.dumps(state)
+
+    def state(self, now: float) -> str:
+        """Return one of STATES."""
         if self.is_suspended:
             return STATES[-1]
-        if self.seen < time.monotonic() - LEASE_SECONDS:
+        if self.seen < now - LEASE_SECONDS:
             return "silent"
         return "drawing" if self.holds else "waiting"
 
@@ -58,99 +73,129 @@ class WorkerState:
 class Leases:
     """The leases of all workers. All methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, database: Database) -> None:
         self.changed = threading.Condition(threading.RLock())  # notified when a task, or a result may be there
-        self._workers: dict[str, WorkerState] = {}
+        self._database, self.now = database, database.now
 
     def seen(self, lease: Lease) -> WorkerState:
         """Note a worker's request: from now on it holds the tasks that it names, unless another holds them. It may name
         tasks from before this process started, or it was silent."""
-        with self.changed:
+        with self._changing():
             worker = self._worker(lease.worker, lease)
-            named, before = {(group, attempt) for group, attempt in lease.holds}, worker.holds
-            worker.holds = named - (self.held() - before)
-            if before - named:
-                self.changed.notify_all()
-            return worker
+            worker.holds = {(group, attempt) for group, attempt in lease.holds}
+            return self._keep(worker)
 
     def renew(self, name: str) -> None:
         """Keep the leases of a worker that is waiting for an answer."""
-        with self.changed:
-            if name in self._workers:
-                self._workers[name].seen = time.monotonic()
+        with self._changing():
+            self._database.sql("UPDATE workers SET seen = ? WHERE name = ?", self.now(), name)
 
     def grant(self, name: str, keys: Iterable[Key]) -> None:
-        with self.changed:
-            if name in self._workers:
-                self._workers[name].holds.update(keys)
+        with self._changing():
+            if (worker := self.find(name)) is not None:
+                worker.holds.update(keys)
+                self._keep(worker)
 
-    def held(self) -> set[Key]:
-        """Return all leased tasks; the leases of workers that fell silent end here."""
-        with self.changed:
-            end = time.monotonic() - LEASE_SECONDS
-            for worker in self._workers.values():
-                if worker.seen < end:
-                    worker.holds.clear()
-            return set().union(*(worker.holds for worker in self._workers.values()))
+    def count(self) -> int:
+        """Return how many tasks are leased; the leases of workers that fell silent end here."""
+        with self._changing():
+            silent = "SELECT name FROM workers WHERE seen < ?"
+            self._database.sql(f"DELETE FROM leases WHERE worker IN ({silent})", self.now() - LEASE_SECONDS)
+            return self._database.row("SELECT count(*) FROM leases")[0]
 
     def find(self, name: str) -> WorkerState | None:
-        with self.changed:
-            return self._workers.get(name)
+        return next(iter(self._read("WHERE name = ?", name)), None)
 
     def uploaded(self, name: str, keys: Iterable[Key], groups: int, tokens: int) -> None:
         """Note an upload of these tasks; the pool accepted so many groups with so many tokens."""
-        with self.changed:
-            for worker in self._workers.values():
-                worker.holds.difference_update(keys)
-            if groups and (worker := self._workers.get(name)) is not None:
-                worker.seen = worker.uploaded = time.monotonic()
+        with self._changing():
+            for key in keys:
+                self._database.sql("DELETE FROM leases WHERE group_id = ? AND attempt = ?", *key)
+            if groups and (worker := self.find(name)) is not None:
+                worker.seen = worker.uploaded = self.now()
                 worker.groups, worker.tokens = worker.groups + groups, worker.tokens + tokens
                 worker.refused_in_a_row = 0
+                self._keep(worker)
             self.changed.notify_all()
 
     def refused(self, name: str, keys: Iterable[Key], reason: str) -> None:
         """Note a refused upload: others may draw these tasks."""
-        with self.changed:
+        with self._changing():
             worker = self._worker(name)
             worker.refusals, worker.refused_in_a_row = worker.refusals + 1, worker.refused_in_a_row + 1
             worker.reason = reason
             worker.holds.difference_update(keys)
             if worker.refused_in_a_row >= MOST_REFUSALS:
                 worker.suspend(f"{MOST_REFUSALS} uploads in a row were refused, the last: {reason}")
-            self.changed.notify_all()
+            self._keep(worker)
 
     def drifted(self, drifts: Mapping[str, float], is_one_version: bool = True) -> None:
         """Note how far workers' log-probs are from the trainer's; suspend those too far, if `is_one_version`."""
-        with self.changed:
+        with self._changing():
             least = min(drifts.values(), default=0.0)
             for name, drift in drifts.items():
-                if (worker := self._workers.get(name)) is None or worker.is_suspended:
+                if (worker := self.find(name)) is None or worker.is_suspended:
                     continue
                 worker.drift = drift
                 if is_one_version and drift > MOST_DRIFT[0] + MOST_DRIFT[1] * least:
                     far = f"its log-probs are {drift:.2g} nats a token from the trainer's"
                     worker.suspend(f"{far}, another worker's {least:.2g}")
-            self.changed.notify_all()
+                self._keep(worker)
 
     def workers(self) -> list[WorkerState]:
         """Return all workers, the last seen first."""
-        with self.changed:
-            return sorted(self._workers.values(), key=lambda worker: -worker.seen)
+        return self._read("ORDER BY seen DESC")
 
     def states(self) -> Counter[str]:
-        return Counter(worker.state for worker in self.workers())
+        return Counter(worker.state(self.now()) for worker in self.workers())
 
     def drawers(self, name: str) -> int:
         """Return how many workers draw, or would if they were given tasks; the named one is among them."""
-        live = (worker for worker in self.workers() if worker.state in ("drawing", "waiting"))
-        return len({name, *(worker.name for worker in live if worker.holds or worker.lease.room)})
+        draws = "room > 0 OR EXISTS (SELECT 1 FROM leases WHERE worker = name)"
+        is_live = f"seen >= ? AND is_suspended = 0 AND ({draws})"
+        query = f"SELECT count(*) FROM workers WHERE name = ? OR ({is_live})"
+        return max(1, self._database.row(query, name, self.now() - LEASE_SECONDS)[0])
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self.changed, self._database.transaction(LEASES):
+            yield
 
     def _worker(self, name: str, lease: Lease | None = None) -> WorkerState:
-        now = time.monotonic()
-        if name not in self._workers:
-            if len(self._workers) >= _MOST_WORKERS:
-                del self._workers[min(self._workers.values(), key=lambda worker: worker.seen).name]
-            self._workers[name] = WorkerState(name, Lease(name, 0, [], 0.0), now)
-        worker = self._workers[name]
-        worker.seen, worker.lease = now, lease or worker.lease
+        """Return the state of a worker that has just sent a request."""
+        worker = self.find(name)
+        if worker is None:
+            if self._database.row("SELECT count(*) FROM workers")[0] >= _MOST_WORKERS:
+                oldest = "SELECT name FROM workers ORDER BY seen LIMIT 1"
+                self._database.sql(f"DELETE FROM workers WHERE name IN ({oldest})")
+            worker = WorkerState(name, Lease(name, 0, [], 0.0), 0.0)
+        worker.seen, worker.lease = self.now(), lease or worker.lease
         return worker
+
+    def _keep(self, worker: WorkerState) -> WorkerState:
+        """Store a worker's state, and what it holds of the tasks that no other holds."""
+        self.count()
+        self._database.replace("workers", *worker.to_row())
+        before = self._holds("WHERE worker = ?", worker.name).get(worker.name, set())
+        for key in before - worker.holds:
+            self._database.sql("DELETE FROM leases WHERE group_id = ? AND attempt = ?", *key)
+        for key in worker.holds - before:
+            self._database.sql("INSERT INTO leases VALUES (?, ?, ?) ON CONFLICT DO NOTHING", *key, worker.name)
+        worker.holds = self._holds("WHERE worker = ?", worker.name).get(worker.name, set())
+        if before - worker.holds:
+            self.changed.notify_all()
+        return worker
+
+    def _read(self, condition: str, *values: str) -> list[WorkerState]:
+        """Return workers, with what they hold."""
+        with self._database.lock:
+            rows = self._database.sql(f"SELECT name, seen, room, is_suspended, state FROM workers {condition}", *values)
+            holds = self._holds("WHERE worker = ?" if values else "", *values)
+        return [WorkerState.of_row(row, holds.get(row[0], set())) for row in rows]
+
+    def _holds(self, condition: str, *values: str) -> dict[str, set[Key]]:
+        """Return the leased tasks by worker."""
+        holds: dict[str, set[Key]] = {}
+        for worker, *key in self._database.sql(f"SELECT worker, group_id, attempt FROM leases {condition}", *values):
+            holds.setdefault(worker, set()).add(tuple(key))
+        return holds

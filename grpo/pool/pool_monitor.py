@@ -56,7 +56,7 @@ class PoolMonitor:
             self._workers.labels(name).set(states[name])
         for name, count in self._count().items():
             self._tasks.labels(name).set(count)
-        workers = [_describe(worker, 0.0) for worker in self._leases.workers()]
+        workers = [_describe(worker, self._leases.now()) for worker in self._leases.workers()]
         for name, gauge in self._of_worker.items():
             gauge.clear()  # workers come and go, each with a name of its own
             for worker in workers:
@@ -65,7 +65,7 @@ class PoolMonitor:
 
     def status(self) -> dict:
         """Return the numbers of the live page; times in seconds, sizes in bytes."""
-        now, run = time.monotonic(), self._store.known_run
+        now, run = self._leases.now(), self._store.known_run()
         sent = {direction: self._monitor.sums[direction] for direction in ("received", "sent")}
         return {
             "run": run and {"run": run.run, "name": run.name},
@@ -91,7 +91,7 @@ class PoolMonitor:
         )
 
     def _count(self) -> dict[str, int]:
-        leased, undrawn = len(self._leases.held()), self._store.count_open()
+        leased, undrawn = self._leases.count(), self._store.count_open()
         return {"leased": min(leased, undrawn), "waiting": max(0, undrawn - leased)}
 
 
@@ -100,7 +100,7 @@ def _describe(worker: WorkerState, now: float) -> dict:
     return {
         "name": worker.name,
         **{name: getattr(lease, name) for name in ("card", "version", "tokens_per_second")},
-        "state": worker.state,
+        "state": worker.state(now),
         "message": lease.message,
         "leases": len(worker.holds),
         "last_seen": now - worker.seen,

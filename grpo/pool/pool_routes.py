@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import bottle
 
-from grpo.pool.database import PIECE_BYTES
+from grpo.pool.files import PIECE_BYTES
 from grpo.pool.pool_service import PoolService
 from grpo.pool.protocol import Lease, RunInfo, Version, drifts_of, keys_of
 from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import chain
 
 from grpo.config.server import ServerConfig
-from grpo.pool.database import PIECE_BYTES
+from grpo.pool.database import LEASES
+from grpo.pool.files import PIECE_BYTES
 from grpo.pool.leases import LEASE_SECONDS, Key, Leases, WorkerState
 from grpo.pool.pool_monitor import PoolMonitor
 from grpo.pool.protocol import Lease, Task, Version, check_drawn
@@ -32,7 +33,8 @@ class PoolService(Service):
     def __init__(self, config: ServerConfig):
         """Open the pool's file. Raises ConfigError."""
         super().__init__(config, ModelInfo())
-        self.store, self.leases = Store(config.pool_file, on_damage=self.fail), Leases()
+        self.store = Store(config.pool_file or config.pool_url, self.fail, config.pool_folder)
+        self.leases = Leases(self.store.database)
         self.numbers = PoolMonitor(self.monitor, self.leases, self.store)
         self.work_threads = threading.Semaphore(_MOST_WORK)
         self.waiting_threads = threading.Semaphore(_MOST_WAITING)
@@ -43,12 +45,14 @@ class PoolService(Service):
         self.change_info(status="ready")
 
     def description(self) -> str:
-        run = self.store.known_run
-        return f"a pool of rollouts in {self.config.pool_file}, " + (f"of run {run.name}" if run else "of no run yet")
+        run = self.store.known_run()
+        return f"a pool of rollouts in {self.store.database.place}, " + (
+            f"of run {run.name}" if run else "of no run yet"
+        )
 
     def current_info(self) -> ServerInfo:
         """Name the run where other servers name their model."""
-        run = self.store.known_run
+        run = self.store.known_run()
         return replace(self.info, model=ModelInfo(run.name)) if run else self.info
 
     def drain(self, seconds: float) -> None:
@@ -103,7 +107,7 @@ class PoolService(Service):
         run = self.store.run()
         with self._storing:
             groups, weights = decode_results(body)
-            replaced = {number for number, sha256 in weights if self.store.find_version(number)[0] != sha256}
+            replaced = self.store.replaced(weights)
             answers, wanted = [], {}
             for drawn in groups:
                 task, result = self.store.find_task(drawn.key)
@@ -122,9 +126,12 @@ class PoolService(Service):
                 self.numbers.answered(["refused"] * len(groups))
                 self.leases.refused(worker, keys, error.message)
                 raise
-            self.store.add_results([*wanted.values()], worker)
-        tokens = sum(drawn.tokens for _, drawn in wanted.values())
-        self.leases.uploaded(worker, keys, len(wanted), tokens)
+            kept = self.store.add_results([*wanted.values()], worker, weights)
+        # Since then another pool on this database may have stored a group, or another trainer's weights.
+        late = {key for key in wanted if key not in kept}
+        answers = ["not wanted" if drawn.key in late else answer for drawn, answer in zip(groups, answers, strict=True)]
+        tokens = sum(wanted[key][1].tokens for key in kept)
+        self.leases.uploaded(worker, keys, len(kept), tokens)
         self.numbers.answered(answers, tokens)
         return answers
 
@@ -152,11 +159,11 @@ class PoolService(Service):
     def _take(self, lease: Lease) -> list[Task]:
         """Lease the first free tasks to a worker, all of one version, and no more than its share. Else a worker that
         draws many groups at a time would leave none to those that ask a moment later."""
-        with self.leases.changed:
-            held = self.leases.held()
-            free = [task for task in self.store.open_tasks(lease.room + len(held)) if task.key not in held]
+        with self.leases.changed, self.store.database.transaction(LEASES):
+            self.leases.count()  # ends those of silent workers
+            free = self.store.free_tasks(lease.room)
             takes_newest = self.store.run().in_flight_weight_updates
-            tasks = [task for task in free if takes_newest or task.version == free[0].version][: lease.room]
+            tasks = [task for task in free if takes_newest or task.version == free[0].version]
             if tasks and lease.room > 1:
                 count = self.store.count_open(None if takes_newest else tasks[0].version)
                 share = -(-count // self.leases.drawers(lease.worker))

@@ -1,156 +1,104 @@
-"""A pool's record of a run: its tasks and their results, the versions of the policy and their files.
+"""A pool's record of a run: its tasks and their results, and the versions of the policy.
 
 Whatever a method stores is on the disk when it returns, all of it or nothing. `Recording` reads the file, also while a
 pool runs on it.
 """
 
-import hashlib
 import json
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from grpo.config.errors import ConfigError
-from grpo.pool.database import PIECE_BYTES, Database, check_row, damaged, open_read_only, refuse_damage, unusable
+from grpo.pool.database import (
+    SHARED,
+    Database,
+    SqliteDatabase,
+    checksum,
+    damaged,
+    is_whole,
+    open_read_only,
+    refuse_damage,
+    unusable,
+)
+from grpo.pool.files import Files
 from grpo.pool.protocol import GroupResult, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, digests_of, encode_drawn, names_of
 from grpo.wire.refusals import ProtocolError, malformed
-from grpo.wire.tensors import FilePart
 
-_ABANDONED_SECONDS = 3600  # without a byte; a file that no version and no run names is dropped then
 _ROW = "version, worker, tokens, newest, prompt_ids, columns, pictures, drawn, checksum"
 _TASK_OF_KEY = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE group_id = ? AND attempt = ?"  # a row for _read_task
 _RUN = "SELECT number, info, checksum FROM run"
 _VERSIONS = "SELECT version, weights, info, checksum FROM versions"
 _TASK_NAME = "group {}, attempt {}"
-
-
-class Files:
-    """Files by their SHA-256, in pieces: weights and the model's folder. All methods may be called from any thread."""
-
-    def __init__(self, database: Database):
-        self._database = database
-        self._digests: dict[str, tuple[int, Any]] = {}  # of how many first bytes of a file
-        self._touched: dict[str, float] = {}  # time.monotonic() of their last pieces
-
-    def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of a file, which may come twice; an empty one asks where to continue. Returns how many bytes are
-        stored by now, from the first on without a gap. Raises ProtocolError: 400 for bytes beyond the size, 409 for a
-        gap, or if the complete file has another SHA-256: the file is dropped then."""
-        if piece.size < 1 or piece.offset + len(data) > piece.size:
-            raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
-        with self._database.transaction():
-            row = self._database.row("SELECT size, received FROM files WHERE sha256 = ?", piece.sha256)
-            size, received = row or (None, 0)
-            if size not in (None, piece.size):
-                raise malformed(f"this file has {size} bytes, not {piece.size}")
-            if piece.offset > received:
-                message = f"{received} bytes of this file are here: send what follows them"
-                raise ProtocolError(409, "missing_piece", message)
-            new = memoryview(data)[received - piece.offset :]
-            if not new:
-                if received:
-                    self._touched[piece.sha256] = time.monotonic()  # whoever asks for it is about to name it
-                return received
-            digest = self._digest(piece.sha256, received).copy()
-            digest.update(new)
-            end = received + len(new)
-            self._database.sql("REPLACE INTO files VALUES (?, ?, ?)", piece.sha256, piece.size, end)
-            for start in range(0, len(new), PIECE_BYTES):
-                row = piece.sha256, received + start, new[start : start + PIECE_BYTES]
-                self._database.sql("INSERT INTO pieces VALUES (?, ?, ?)", *row)
-            is_damaged = end == piece.size and digest.hexdigest() != piece.sha256
-            self._touched[piece.sha256], self._digests[piece.sha256] = time.monotonic(), (end, digest)
-            if is_damaged:
-                self._drop(piece.sha256)
-        if is_damaged:
-            message = "what came is not what was announced (SHA-256 differs): send all of it again"
-            raise ProtocolError(409, "damaged", message)
-        return end
-
-    def size(self, sha256: str) -> int | None:
-        """Return the bytes of a file, None if it is missing or not complete."""
-        row = self._database.row("SELECT size FROM files WHERE sha256 = ? AND received = size", sha256)
-        return row[0] if row else None
-
-    def read(self, sha256: str, start: int, end: int) -> bytes:
-        """Return the bytes of a complete file from `start` to before `end`; empty if it was dropped."""
-        overlapping = "SELECT start, data FROM pieces WHERE sha256 = ? AND start < ? AND start + length(data) > ?"
-        rows = self._database.sql(f"{overlapping} ORDER BY start", sha256, end, start)
-        return b"".join(memoryview(data)[max(0, start - at) : end - at] for at, data in rows)
-
-    def drop_unused(self, used: Set[str], gone: Set[str]) -> None:
-        """Delete, in the caller's transaction, unused files: those whose last user is gone, and abandoned ones."""
-        now = time.monotonic()
-        for (sha256,) in self._database.sql("SELECT sha256 FROM files"):
-            is_abandoned = now - self._touched.setdefault(sha256, now) >= _ABANDONED_SECONDS
-            if sha256 not in used and (sha256 in gone or is_abandoned):
-                self._drop(sha256)
-
-    def _drop(self, sha256: str) -> None:
-        self._database.sql("DELETE FROM pieces WHERE sha256 = ?", sha256)
-        self._database.sql("DELETE FROM files WHERE sha256 = ?", sha256)
-        self._digests.pop(sha256, None)
-        self._touched.pop(sha256, None)
-
-    def _digest(self, sha256: str, received: int) -> Any:
-        """Return the digest of the stored bytes of a file."""
-        length, digest = self._digests.get(sha256, (0, hashlib.sha256()))
-        if length != received:  # after a restart, or a piece that could not be stored
-            digest = hashlib.sha256()
-            for start in range(0, received, PIECE_BYTES):
-                digest.update(self.read(sha256, start, min(received, start + PIECE_BYTES)))
-        return digest
+_RESULT = """UPDATE tasks SET worker = ?, tokens = ?, newest = ?, drawn = ?, checksum = ?
+    WHERE group_id = ? AND attempt = ? AND version = ? AND drawn IS NULL RETURNING group_id"""
+_ANOTHER = "start the pool with another --pool_file or --pool_url"
 
 
 class Store:
-    """The pool's file, for any thread. All methods raise ProtocolError, 503, and store nothing, if the disk fails."""
+    """What a pool keeps, for any thread. All methods raise ProtocolError, 503, and store nothing, if the disk or the
+    database fails."""
 
-    def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
-        """Open the file as Database does."""
-        self.database = Database(path, on_damage)
-        self.files = Files(self.database)
+    def __init__(self, place: str, on_damage: Callable[[ConfigError], None], folder: str | None = None):
+        """Open the pool's file, or the database at a URL, as their classes do. `folder` has the files: unset, beside
+        the pool's file. Raises ConfigError, also for a folder without the files of the database's versions."""
+        self.database = _open(place, on_damage)
+        self._run: RunInfo | None = None
         try:
-            rows = self.database.checked_rows("the run", _RUN)
-            self.known_run = RunInfo.of_json(rows[0][1]) if rows else None
-            rows = self.database.sql("SELECT DISTINCT pictures FROM tasks")
-            self._pictures = {name for (digests,) in rows for name in names_of(digests)}
+            self.files = Files(folder or f"{place}.files")
+            self.known_run()  # refuses a damaged one
+            for version in self.versions()[-1:]:
+                self._check_files(version)
         except ProtocolError as error:
+            self.close()
+            raise unusable(self.database.setting, error.message, "it needs the folder of files that it had") from error
+        except ConfigError:
             self.database.close()
-            raise damaged(self.database.setting, error.message) from error
+            raise
 
     def close(self) -> None:
         self.database.close()
+        self.files.close()
+
+    def known_run(self) -> RunInfo | None:
+        """Return the run, None before the trainer has put one."""
+        if self._run is None and (rows := self.database.checked_rows("the run", _RUN)):
+            self._run = RunInfo.of_json(rows[0][1])
+        return self._run
 
     def run(self) -> RunInfo:
         """Return the run. Raises ProtocolError, 404, before the trainer has put one."""
-        if self.known_run is None:
+        if (run := self.known_run()) is None:
             raise ProtocolError(404, "no_run", "no trainer has told the pool its run yet", retry_after=2)
-        return self.known_run
+        return run
 
     def set_run(self, info: RunInfo) -> None:
         """Keep the run; the first one stays. Raises ProtocolError, 409, for another one."""
         with self.database.transaction():
-            if self.known_run is None:
+            if (known := self.known_run()) is None:
                 self.database.store("run", 1, info.to_json())
-            elif any(getattr(self.known_run, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
-                message = f"the pool file is of run {self.known_run.name}: start the pool with another --pool_file"
-                raise ProtocolError(409, "other_run", message)
-        self.known_run = self.known_run or info
+            elif any(getattr(known, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
+                raise ProtocolError(409, "other_run", f"the pool is of run {known.name}: {_ANOTHER}")
 
     def add_version(self, version: Version) -> None:
         """Keep a version. Raises ProtocolError, 409, if a file is missing. If the pool has, or had, this number with
         other weights, the run was resumed from an earlier checkpoint: that version and the later ones are deleted, with
         the completions that they drew."""
+        with self.files.locked():
+            self._drop_files_of(self._store_version(version))
+
+    def _store_version(self, version: Version) -> list[Version]:
+        """Store a version and return the deleted ones, whose files may go once this is on the disk."""
         with self.database.transaction():
             weights, known = self.find_version(version.version)
             is_other = weights not in (None, version.sha256)
             if known is not None and not is_other and (known.whole or not version.whole):
-                return
+                return []
             self._check_files(version)
             removed = []
             if is_other:
@@ -165,7 +113,7 @@ class Store:
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
                 version = replace(known, whole=True)
             self.database.store("versions", version.version, version.sha256, version.to_json())
-            self._drop_files_of(removed)
+        return removed
 
     def versions(self) -> list[Version]:
         """Return all versions, the oldest first."""
@@ -179,16 +127,17 @@ class Store:
 
     def drop_versions_below(self, needed: int) -> None:
         """Delete the versions below `needed`, and their files, unless a chain of deltas to a later one needs them."""
-        with self.database.transaction():
-            versions = {version.version: version for version in self.versions()}
-            kept = {number for number in versions if number >= needed}
-            for number in [*kept]:
-                while number in versions and not versions[number].whole:
-                    number = versions[number].base
-                    kept.add(number)
-            removed = [version for number, version in versions.items() if number not in kept]
-            for version in removed:
-                self.database.store("versions", version.version, version.sha256, None)
+        with self.files.locked():
+            with self.database.transaction():
+                versions = {version.version: version for version in self.versions()}
+                kept = {number for number in versions if number >= needed}
+                for number in [*kept]:
+                    while number in versions and not versions[number].whole:
+                        number = versions[number].base
+                        kept.add(number)
+                removed = [version for number, version in versions.items() if number not in kept]
+                for version in removed:
+                    self.database.store("versions", version.version, version.sha256, None)
             self._drop_files_of(removed)
 
     def _check_files(self, version: Version) -> None:
@@ -206,8 +155,11 @@ class Store:
 
     def _drop_files_of(self, removed: Iterable[Version]) -> None:
         used = {sha256 for version in self.versions() for sha256 in _files_of(version)}
-        used |= {self.known_run.model_files, self.known_run.base_weights} if self.known_run else set()
-        used |= self._pictures  # they stay as tasks do: a run that goes back to a checkpoint has them drawn again
+        if run := self.known_run():
+            used |= {run.model_files, run.base_weights}
+        # Pictures stay as tasks do: a run that goes back to a checkpoint has them drawn again.
+        pictures = self.database.sql("SELECT DISTINCT pictures FROM tasks WHERE length(pictures) > 0")
+        used |= {name for (digests,) in pictures for name in names_of(digests)}
         self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
@@ -220,41 +172,52 @@ class Store:
                     self._check_pictures(task)
                     self._store_task(task)
                 elif known != task:
-                    reason = f"group {task.group} has another prompt, row or version in the pool file"
-                    raise ProtocolError(409, "other_run", f"{reason}: start the pool with another --pool_file")
+                    reason = f"group {task.group} has another prompt, row or version in the pool"
+                    raise ProtocolError(409, "other_run", f"{reason}: {_ANOTHER}")
 
-    def open_tasks(self, limit: int) -> list[Task]:
-        """Return the first tasks without a result that a stored version may draw, by version, group and attempt."""
-        takes_newest = self.known_run is not None and self.known_run.in_flight_weight_updates
-        is_here = "<= (SELECT max(version)" if takes_newest else "IN (SELECT version"
+    def free_tasks(self, limit: int) -> list[Task]:
+        """Return the first tasks without a result and a lease that a stored version may draw, by version, group and
+        attempt."""
+        run = self.known_run()
+        is_here = "<= (SELECT max(version)" if run and run.in_flight_weight_updates else "IN (SELECT version"
         condition = f"drawn IS NULL AND version {is_here} FROM versions WHERE info IS NOT NULL)"
-        query = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE {condition} ORDER BY version, group_id, attempt"
-        rows = self.database.checked_rows(_TASK_NAME, f"{query} LIMIT ?", limit)
-        return [_read_task(row)[0] for row in rows]
+        leased = "SELECT 1 FROM leases WHERE leases.group_id = tasks.group_id AND leases.attempt = tasks.attempt"
+        order = "ORDER BY version, group_id, attempt LIMIT ?"
+        query = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE {condition} AND NOT EXISTS ({leased}) {order}"
+        return [_read_task(row)[0] for row in self.database.checked_rows(_TASK_NAME, query, limit)]
 
     def find_task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
         """Return a task and its result as the file has it; None for an unknown key, and before it is drawn."""
         rows = self.database.checked_rows(_TASK_NAME, _TASK_OF_KEY, *key)
         return _read_task(rows[0]) if rows else (None, None)
 
-    def add_results(self, drawn_tasks: Iterable[tuple[Task, GroupResult]], worker: str) -> None:
-        """Keep the completions of tasks that have none."""
-        with self.database.transaction():
+    def add_results(
+        self, drawn_tasks: Iterable[tuple[Task, GroupResult]], worker: str, weights: Iterable[tuple[int, str]] = ()
+    ) -> set[tuple[int, int]]:
+        """Keep the completions of tasks that have none, unless other weights than the stored versions' drew them.
+        Returns the tasks whose completions are kept."""
+        kept = set()
+        with self.database.transaction(SHARED):
+            replaced = self.replaced(weights)
             for task, drawn in drawn_tasks:
-                self._store_task(task, drawn, worker)
+                values = worker, drawn.tokens, max(map(max, drawn.versions)), encode_drawn([drawn])
+                row = *values, checksum(_values(task, *values)), *task.key, task.version
+                if replaced.isdisjoint(chain(*drawn.versions)) and self.database.sql(_RESULT, *row):
+                    kept.add(task.key)
+        return kept
 
-    def _store_task(self, task: Task, drawn: GroupResult | None = None, worker: str | None = None) -> None:
-        of_drawn, body = (None, None, None), None
-        if drawn is not None:
-            of_drawn, body = (worker, drawn.tokens, max(map(max, drawn.versions))), encode_drawn([drawn])
-        prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
-        self.database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, digests_of(task), body)
-        self._pictures.update(task.pictures)
+    def replaced(self, weights: Iterable[tuple[int, str]]) -> set[int]:
+        """Return the versions, of these with their weights' SHA-256, that have other weights here."""
+        return {number for number, sha256 in weights if self.find_version(number)[0] != sha256}
+
+    def _store_task(self, task: Task) -> None:
+        """Store a task without completions."""
+        self.database.store("tasks", *_values(task, None, None, None, None))
 
     def _check_pictures(self, task: Task) -> None:
         """Raise ProtocolError if a worker could not get a picture of this task."""
         for sha256 in task.pictures:
-            if sha256 not in self._pictures and self.files.size(sha256) is None:
+            if self.files.size(sha256) is None:
                 raise ProtocolError(409, "missing_file", f"picture {sha256} of group {task.group} is not here")
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
@@ -281,10 +244,10 @@ class Store:
         """Return tasks, results and tokens of the last rounds, the newest first."""
         with self.database.lock:
             newest = self.database.row("SELECT max(group_id) FROM tasks")[0]
-            if newest is None or self.known_run is None:
+            if newest is None or (run := self.known_run()) is None:
                 return []
-            each = self.known_run.groups_per_round
-            sums = "min(version), max(version), count(*), sum(drawn IS NOT NULL), coalesce(sum(tokens), 0)"
+            each = run.groups_per_round
+            sums = "min(version), max(version), count(*), count(drawn), CAST(coalesce(sum(tokens), 0) AS BIGINT)"
             query = f"SELECT group_id / ? AS round, {sums} FROM tasks WHERE group_id >= ? GROUP BY round"
             first = max(0, newest // each - count + 1) * each
             rows = self.database.sql(f"{query} ORDER BY round DESC", each, first)
@@ -304,12 +267,30 @@ def _read_task(row: tuple) -> tuple[Task, bytes | None]:
     return task, drawn
 
 
+def _values(task: Task, *of_drawn: int | str | bytes | None) -> tuple:
+    """Return the columns of a row, without its checksum. `of_drawn`: worker, tokens, newest, drawn."""
+    worker, tokens, newest, drawn = of_drawn
+    prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
+    return *task.key, task.version, worker, tokens, newest, prompt, task.columns, digests_of(task), drawn
+
+
 def _version(info: bytes) -> Version:
     return Version.of_fields(json.loads(info))
 
 
 def _files_of(version: Version) -> list[str]:
     return [version.sha256] * version.whole + ([version.delta] if version.delta else [])
+
+
+def _open(place: str, on_damage: Callable[[ConfigError], None]) -> Database:
+    """Open a pool's file, or the database at a postgresql:// URL. Raises ConfigError."""
+    if "://" not in place:
+        return SqliteDatabase(place, on_damage)
+    try:
+        from grpo.pool.postgres import PostgresDatabase
+    except ImportError as error:
+        raise ConfigError(f"pool_url needs psycopg ({error}): pip install 'psycopg[binary]'") from error
+    return PostgresDatabase(place, on_damage)
 
 
 class Recording:
@@ -341,6 +322,6 @@ class Recording:
     def _row(self, name: str, statement: str, *values: Any) -> tuple | None:
         with self._lock, refuse_damage(self._setting, name):
             row = self._connection.execute(statement, values).fetchone()
-            if row is not None:
-                check_row(row)
+        if row is not None and not is_whole(row):
+            raise damaged(self._setting, "its checksum differs", name)
         return row

@@ -1,15 +1,27 @@
 """Who draws which task: leases that end with their worker, and workers that are set apart."""
 
+from collections.abc import Iterator
+from contextlib import closing
+
 import pytest
+from stored import damage
 
 from grpo.pool import leases as leases_module
+from grpo.pool.database import SqliteDatabase
 from grpo.pool.leases import MOST_REFUSALS, Leases
 from grpo.pool.protocol import Lease
 
 
 @pytest.fixture
-def leases() -> Leases:
-    return Leases()
+def leases(tmp_path) -> Iterator[Leases]:
+    with closing(SqliteDatabase(str(tmp_path / "run.sqlite"), damage)) as database:
+        yield Leases(database)
+
+
+def held(leases: Leases) -> set[tuple[int, int]]:
+    keys = [worker.holds for worker in leases.workers()]
+    assert leases.count() == sum(map(len, keys))
+    return set().union(*keys)
 
 
 def says(name: str, *holds: tuple[int, int]) -> Lease:
@@ -31,9 +43,9 @@ def test_what_was_drawn_is_nobodys(leases):
     lease(leases, "a", (0, 0), (1, 0))
     lease(leases, "b", (2, 0))
     leases.uploaded("b", [(0, 0)], 1, 12)  # a was slow
-    assert leases.held() == {(1, 0), (2, 0)}
+    assert held(leases) == {(1, 0), (2, 0)}
     leases.uploaded("a", [(1, 0)], 0, 0)  # it was not wanted
-    assert leases.held() == {(2, 0)}
+    assert held(leases) == {(2, 0)}
     a, b = sorted(leases.workers(), key=lambda worker: worker.name)
     assert (a.groups, a.tokens, a.uploaded) == (0, 0, None) and (b.groups, b.tokens) == (1, 12) and b.uploaded
 
@@ -42,15 +54,15 @@ def test_three_refusals_in_a_row_set_a_worker_apart(leases):
     lease(leases, "a", (0, 0), (1, 0))
     for _ in range(MOST_REFUSALS - 1):
         leases.refused("a", [(0, 0)], "a log-prob is above 0")
-    assert leases.held() == {(1, 0)}
+    assert held(leases) == {(1, 0)}
     leases.uploaded("a", [(1, 0)], 1, 5)
     for _ in range(MOST_REFUSALS - 1):
         leases.refused("a", [], "")
     leases.grant("a", [(7, 0)])
-    assert leases.held() == {(7, 0)}
+    assert held(leases) == {(7, 0)}
     leases.refused("a", [], "ids")
     (worker,) = leases.workers()
-    assert (worker.refusals, worker.state, leases.held()) == (5, "apart", set())
+    assert (worker.refusals, worker.state(leases.now()), held(leases)) == (5, "apart", set())
     assert worker.reason == "3 uploads in a row were refused, the last: ids"
     assert not leases.seen(says("a of another process")).is_suspended
 

@@ -127,7 +127,7 @@ def test_what_the_pool_refuses_is_sorted_by_what_helps(pool, tmp_path):
     client.put_run(RUN)
     client.put_run(RUN)
     assert client.run() == RUN
-    with pytest.raises(ServerError, match="refused a request with 409: the pool file is of run"):
+    with pytest.raises(ServerError, match="refused a request with 409: the pool is of run"):
         client.put_run(replace(RUN, run="f" * 16))
     client.put_tasks([Task(0, 0, 0, [5])])
     with pytest.raises(ServerError, match="refused a request with 409: group 0 has another prompt"):

@@ -26,7 +26,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
 from grpo.pool import leases as leases_module
 from grpo.pool import pool_service as service_module
-from grpo.pool.database import PIECE_BYTES
+from grpo.pool.files import PIECE_BYTES
 from grpo.pool.protocol import GroupResult, Lease, Task, Version
 from grpo.pool.store import Recording
 from grpo.pool.task_tensors import decode_tasks, encode_drawn, encode_tasks
@@ -36,8 +36,8 @@ TASKS = [Task(0, 0, 0, [7, 8]), Task(1, 0, 0, [9]), Task(2, 0, 1, [7])]
 
 
 @pytest.fixture
-def pool(tmp_path):
-    made = Pool(tmp_path / "run.sqlite")
+def pool(pool_config):
+    made = Pool(pool_config)
     yield made
     made.service.close()
 
@@ -402,6 +402,6 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         thread.join()
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "draining"
     assert "Traceback" not in server.log.read_text()
-    assert sorted(os.listdir(tmp_path)) == ["run.sqlite", server.log.name]
+    assert sorted(os.listdir(tmp_path)) == ["run.sqlite", "run.sqlite.files", server.log.name]
     with closing(Recording(str(file))) as recording:
         assert all(recording.find((group, 0))[0] for group in answered)

@@ -17,8 +17,8 @@ from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_
 
 from grpo.client.server_errors import ServersLost
 from grpo.config.errors import ConfigError
-from grpo.pool import store as files_module
-from grpo.pool.database import PIECE_BYTES
+from grpo.pool import files as files_module
+from grpo.pool.files import PIECE_BYTES
 from grpo.pool.protocol import Task, Version
 from grpo.pool.store import Recording, Store
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
@@ -33,8 +33,8 @@ def path(tmp_path) -> str:
 
 
 @pytest.fixture
-def store(path):
-    made = Store(path, damage)
+def store(pool_config):
+    made = Store(pool_config.pool_file or pool_config.pool_url, damage, pool_config.pool_folder)
     yield made
     made.close()
 
@@ -82,6 +82,11 @@ def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
         store.files.add(FilePart(sha(data), len(data), 0), data[:3000])
     with closing(Store(path, damage)) as store:
         assert store.files.add(FilePart(sha(data), len(data), 3000), data[3000:]) == len(data)
+    kept = Path(f"{path}.files") / sha(data)
+    kept.rename(f"{kept}.part")  # as of a pool that was killed behind the last piece
+    with closing(Store(path, damage)) as store:
+        assert store.files.size(sha(data)) is None
+        assert store.files.add(FilePart(sha(data), len(data), 0), b"") == len(data) == store.files.size(sha(data))
         other = weights(3)
         store.files.add(FilePart(sha(other), len(other), 0), other[:4000])
         with pytest.raises(ProtocolError, match="SHA-256 differs") as refusal:
@@ -98,7 +103,9 @@ def test_the_first_run_stays(store):
     store.set_run(RUN)
     store.set_run(replace(RUN, name="runs/resumed"))
     for changes in ({"run": "f" * 16}, {"base_weights": "f" * 64}, {"turns": WITH_TURNS.turns}):
-        with pytest.raises(ProtocolError, match="of run runs/a: start the pool with another --pool_file") as refusal:
+        with pytest.raises(
+            ProtocolError, match="of run runs/a: start the pool with another --pool_file or --pool_url"
+        ) as refusal:
             store.set_run(replace(RUN, **changes))
         assert refusal.value.code == "other_run" and store.run() == RUN
 
@@ -163,13 +170,13 @@ def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(st
     tasks = [Task(3, 0, 1, [9]), Task(1, 1, 0, [5, 6]), Task(1, 0, 0, [5, 6]), Task(0, 0, 1, [7]), Task(8, 0, 2, [1])]
     store.put_tasks(tasks)
     store.put_tasks(tasks)
-    assert store.open_tasks(10) == []  # no version is here
+    assert store.free_tasks(10) == []  # no version is here
     put_version(store, 0)
     put_version(store, 1)
     right = [tasks[2], tasks[1], tasks[3], tasks[0]]
-    assert store.open_tasks(10) == right and store.open_tasks(3) == right[:3]
+    assert store.free_tasks(10) == right and store.free_tasks(3) == right[:3]
     store.add_results([(tasks[1], drawn(tasks[1])), (tasks[2], drawn(tasks[2]))], "w")
-    assert store.open_tasks(10) == right[2:] and store.count_open() == 3 and store.count_open(1) == 2
+    assert store.free_tasks(10) == right[2:] and store.count_open() == 3 and store.count_open(1) == 2
     assert found(store, 1, 0) == (tasks[2], True) and found(store, 3, 0) == (tasks[0], False)
     assert store.find_task((3, 1)) == (None, None)
     (first, second) = store.results([(3, 0), (1, 0), (77, 0), (1, 1)], 10**6)
@@ -230,7 +237,7 @@ def test_what_a_run_with_turns_needs_is_kept(path):
         put_version(store, 0)
         store.put_tasks([task])
         store.put_tasks([task])
-        assert store.open_tasks(10) == [task] and found(store, *task.key) == (task, False)
+        assert store.free_tasks(10) == [task] and found(store, *task.key) == (task, False)
         store.add_results([(task, answered(task))], "w")
         assert store.rounds(1)[0]["tokens"] == 7  # what was drawn: an answer has the eighth
     with closing(Store(path, damage)) as again, closing(Recording(path)) as recording:
@@ -286,13 +293,13 @@ def test_a_recording_reads_while_the_pool_writes_and_after_and_where_nothing_can
             assert recording.run == RUN and recording.find((1, 0)) == (task, None)
             store.add_results([(task, drawn(task))], "w")
             assert recording.find((1, 0)) == (task, drawn(task)) and recording.find((3, 0)) == (None, None)
-    assert os.listdir(tmp_path) == ["run.sqlite"]  # all of it is in this file: it can be copied
+    assert sorted(os.listdir(tmp_path)) == ["run.sqlite", "run.sqlite.files"]  # the first can be copied
     os.chmod(path, 0o444)
     os.chmod(tmp_path, 0o555)
     try:
         with closing(Recording(path)) as recording:
             assert recording.find((1, 0)) == (task, drawn(task))
-        assert os.listdir(tmp_path) == ["run.sqlite"]
+        assert sorted(os.listdir(tmp_path)) == ["run.sqlite", "run.sqlite.files"]
     finally:
         os.chmod(tmp_path, 0o755)
 
@@ -320,7 +327,7 @@ def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
         Recording(path)
     with closing(sqlite3.connect(path)) as older:
         older.execute("PRAGMA user_version = 1")
-    check("has schema 1, and this program reads 3: use the release that made it, or name another file")
+    check("has schema 1, and this program reads 4: use the release that made it, or name another file")
 
 
 def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
@@ -378,7 +385,10 @@ def test_a_flipped_bit_is_never_read_as_something_else(path):
     assert len(refusals) > 300 and all(refusal.startswith(f"replay={path!r}: ") for refusal in refusals)
     Path(path).write_bytes(whole.replace(encode_drawn([answered(tasks[2])]), encode_drawn([answered(tasks[3])])))
     faults: list[ConfigError] = []
-    with closing(Store(path, faults.append)) as store, pytest.raises(ProtocolError, match="is damaged: the pool"):
+    with (
+        closing(Store(path, faults.append)) as store,
+        pytest.raises(ProtocolError, match="is damaged or gone: the pool"),
+    ):
         store.results([(2, 0)], 1)
     is_damaged = "group 2, attempt 0 is damaged (its checksum differs): name another file, or a copy of this one"
     assert str(faults[0]) == f"pool_file={path!r}: {is_damaged}"
@@ -399,7 +409,7 @@ def test_nothing_is_accepted_into_a_file_that_is_gone_or_replaced(path, tmp_path
         (tmp_path / name).rename(tmp_path / "moved")
         if is_replaced:
             (tmp_path / name).write_bytes((tmp_path / "moved").read_bytes())
-        with pytest.raises(ProtocolError, match="was moved, replaced or deleted .*: the pool is ending") as refusal:
+        with pytest.raises(ProtocolError, match="run.sqlite' is damaged or gone: the pool is ending") as refusal:
             store.put_tasks([Task(0, 0, 0, [7])])
         assert refusal.value.status == 503 and store.count_open() == 0
     assert str(faults[0]).startswith(f"pool_file={path!r}: {tmp_path / name} was moved, replaced or deleted")
@@ -413,7 +423,8 @@ def small_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, path, small_disk):
+@pytest.mark.parametrize("pool_config", ["file"], indirect=True)
+def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, small_disk):
     store.set_run(RUN)
     kept = Task(0, 0, 0, [7])
     store.put_tasks([kept])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from altered_trainer import killed_at
+from conftest import running_server
 from pools import Worker, drawn, running_pool, workers
 from processes import ranks_of
 from rounding import assert_rounded
@@ -223,6 +224,28 @@ def test_a_signal_ends_a_wait_for_workers_also_where_the_pool_has_gone(words, tm
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by signal while round 0 waited for workers; nothing is lost" in output
+
+
+def test_a_run_through_two_pools_on_one_database_is_the_same_when_one_of_them_and_the_database_die(
+    words, undisturbed, tmp_path, postgres
+):
+    options = ["--task", "rollouts", "--pool_url", postgres.new_database(), "--pool_folder", str(tmp_path / "files")]
+    with ExitStack() as running:
+        of_trainer, other = (running.enter_context(running_server(None, tmp_path, *options)) for _ in range(2))
+        for served, names in ((of_trainer, "a"), (other, "bc")):
+            running.enter_context(workers(served.url, tmp_path, *names))
+        settings = words(tmp_path / "run", pool=of_trainer.url, **LAG)
+        process = running.enter_context(training(2, settings))
+        wait_until(lambda: len(status(other)["versions"]) > 1 or process.poll() is not None, seconds=90)
+        other.end()
+        time.sleep(1)
+        running.enter_context(running_server(None, tmp_path, *options, port=other.port))
+        postgres.stop(signal.SIGQUIT)
+        time.sleep(1)
+        postgres.start()
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+    check_same(tmp_path / "run", undisturbed / "run")
 
 
 def check_survives(kinds: list[str], seed: str, words, undisturbed: Path, folder: Path) -> None:

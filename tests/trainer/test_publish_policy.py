@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -322,7 +323,8 @@ def test_a_full_disk_ends_the_run(pool, model, tmp_path):
 def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypatch):
     """It goes on naming its versions, and how much of the file it has."""
     monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.05)
-    pool.service.store.database.sql("PRAGMA max_page_count = 20")
+    shutil.rmtree(tmp_path / "run.sqlite.files")
+    (tmp_path / "run.sqlite.files").write_text("a file stands where the folder should be")
     publisher = publisher_of(pool.client, model, tmp_path, deadline=0.5)
     publish(publisher, 0)
     with pytest.raises(ServersUnavailable, match=r"for 0 s \(it said 503: .* its disk may be full\): see"):

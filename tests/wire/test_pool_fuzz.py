@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from safetensors.numpy import load, save
 from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, drawn, sha, weights
 from test_fuzz import ON_BYTES, QUIET, SEEDS, check_refusal, nothing
 
+from grpo.config.server import ServerConfig
 from grpo.pool.protocol import Lease, RunInfo, Task, Version
 from grpo.pool.task_tensors import encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
@@ -144,12 +146,13 @@ DAMAGE = [*ON_BYTES, *[fields] * 4, *[numbers] * 4, nothing]
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [RUN, WITH_TURNS], ids=["plain", "turns"])
 def test_damaged_requests_are_refused_or_stored_whole(run, tmp_path, few, caplog):
-    pool, seen, pages = Pool(tmp_path / "run.sqlite"), Counter(), []
-    reader = sqlite3.connect(pool.path)
+    file, seen, pages = tmp_path / "run.sqlite", Counter(), []
+    pool = Pool(ServerConfig(task="rollouts", pool_file=str(file)))
+    reader = sqlite3.connect(file)
 
     def stored() -> list:
-        tables = "run", "tasks", "versions", "files", "pieces"
-        return [reader.execute(f"SELECT * FROM {table}").fetchall() for table in tables]
+        files = sorted((path.name, path.read_bytes()) for path in Path(f"{file}.files").iterdir())
+        return [reader.execute(f"SELECT * FROM {table}").fetchall() for table in ("run", "tasks", "versions")] + files
 
     for data in (FOLDER, weights(0), DELTA):
         pool.put_file(data)

@@ -1,0 +1,197 @@
+"""Pools that share a PostgreSQL database: what one stores or learns the others know, also when one of them dies.
+
+tests/pool/test_store.py and test_pool_server.py hold for both engines.
+"""
+
+import signal
+import threading
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import psycopg
+import pytest
+from conftest import running_server
+from pools import PROMPTS, RUN, Pool
+from servers import wait_until
+from stored import FOLDER, PROBE, damage, drawn, put_file, put_version, sha, weights
+
+from grpo.client.server_errors import RequestFailure
+from grpo.config.errors import ConfigError
+from grpo.config.server import ServerConfig
+from grpo.pool.client import PoolClient
+from grpo.pool.protocol import GroupResult, Lease, Task, Version
+from grpo.pool.store import Store
+
+TASKS = [Task(group, 0, 0, PROMPTS[group % len(PROMPTS)]) for group in range(60)]
+
+
+@pytest.fixture
+def config(postgres, tmp_path) -> ServerConfig:
+    return ServerConfig(task="rollouts", pool_url=postgres.new_database(), pool_folder=str(tmp_path / "files"))
+
+
+@pytest.fixture
+def pools(config):
+    """Two pools on one database, the first with a run, version 0 and the tasks."""
+    first, second = Pool(config), Pool(config)
+    first.put_file(FOLDER)
+    assert first.post("run", RUN.to_json()).status == 200
+    second.weights[0] = first.put_version(0).sha256
+    first.service.store.put_tasks(TASKS)
+    yield first, second
+    for pool in (first, second):
+        pool.service.close()
+
+
+def result(group: int) -> GroupResult:
+    return GroupResult(group, 0, [[3 + group, 2]] * 4, [[-0.5, -0.25]] * 4, [[0, 0]] * 4)
+
+
+def test_no_task_is_leased_twice_and_the_first_result_stays(pools):
+    first, second = pools
+    assert second.service.store.run() == first.service.store.run() == RUN
+    leased = [pool.lease(name, room=3) for name, pool in zip("abcd", (first, second) * 2, strict=True)]
+    keys = [task.key for tasks in leased for task in tasks]
+    assert len({*keys}) == len(keys) == 12
+    assert first.send(result(0), name="a") == ["accepted"] and second.send(result(0), name="b") == ["already there"]
+    assert second.take((0, 0)) == [result(0)] == first.take((0, 0))
+    # Both had found none: the second that stores it changes nothing.
+    task, late = TASKS[1], GroupResult(1, 0, [[9, 2]] * 4, [[-0.5, -0.25]] * 4, [[0, 0]] * 4)
+    assert first.service.store.add_results([(task, result(1))], "a") == {(1, 0)}
+    assert second.service.store.add_results([(task, late)], "b") == set()
+    assert first.take((1, 0)) == [result(1)]
+    assert [worker["name"] for worker in first.status()["workers"]] == ["a", "d", "c", "b"]
+
+
+def test_a_worker_that_one_pool_suspends_gets_nothing_from_the_others(pools):
+    first, second = pools
+    first.lease("a", room=1)
+    wrong = GroupResult(0, 0, [[2]], [[-0.5]], [[0]])
+    assert [pool.results(wrong, name="a").status for pool in (first, second, first)] == [422] * 3
+    assert second.post("lease", Lease("a", 1, [], 0.0).to_json()).status == 403
+    assert [task.key for task in second.lease("b")] == [(0, 0)]
+
+
+def test_who_waits_at_one_pool_is_answered_by_what_another_stores(pools):
+    first, second = pools
+    threading.Timer(0.3, lambda: second.send(result(5), name="b")).start()
+    assert first.take((5, 0), wait=10.0) == [result(5)]
+
+
+def test_what_a_new_trainers_weights_replace_is_gone_in_all_pools(pools):
+    first, second = pools
+    old = dict(second.weights)
+    second.lease("b")
+    first.put_version(0, salt=100)
+    assert second.send(result(0), name="b", weights=old) == ["not wanted"]
+    with_new = {0: first.weights[0]}
+    assert second.send(result(0), name="b", weights=with_new) == ["accepted"]
+
+
+def test_a_database_that_cannot_be_used_is_refused_in_a_sentence(postgres, tmp_path, config):
+    def refusal(url: str, folder: str = config.pool_folder) -> str:
+        with pytest.raises(ConfigError) as refused:
+            Store(url, damage, folder)
+        assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
+        return str(refused.value)
+
+    gone = refusal("postgresql://grpo:secret@127.0.0.1:9/pool")
+    assert gone.startswith("pool_url='postgresql://grpo@127.0.0.1:9/pool': ") and "refused" in gone
+    assert 'database "none" does not exist' in refusal(postgres.url("none"))
+    other = postgres.new_database()
+    with psycopg.connect(other, autocommit=True) as connection:
+        connection.execute("CREATE TABLE tasks (text TEXT)")
+        connection.execute("CREATE ROLE guest LOGIN")
+    assert 'relation "tasks" already exists: give a database that its user may make tables in' in refusal(other)
+    assert "permission denied" in refusal(other.replace("grpo@", "guest@"))
+    with closing(Store(config.pool_url, damage, config.pool_folder)) as store:
+        store.set_run(RUN)
+        put_version(store, 0)
+    assert "of version 0 is not here: it needs the folder of files that it had" in refusal(
+        config.pool_url, str(tmp_path / "others")
+    )
+    with psycopg.connect(config.pool_url, autocommit=True) as connection:
+        connection.execute("UPDATE pool_schema SET version = 99")
+    assert "it has schema 99, and this program reads 4: use the release that made it" in refusal(config.pool_url)
+
+
+def test_a_row_that_was_changed_is_never_read_as_something_else(config):
+    faults: list[ConfigError] = []
+    with closing(Store(config.pool_url, faults.append, config.pool_folder)) as store:
+        put_file(store, FOLDER)
+        store.set_run(RUN)
+        put_version(store, 0)
+        store.put_tasks(TASKS[:2])
+        store.add_results([(TASKS[0], drawn(TASKS[0]))], "w")
+        with psycopg.connect(config.pool_url, autocommit=True) as connection:
+            connection.execute("UPDATE tasks SET drawn = drawn || 'x'::bytea WHERE group_id = 0")
+        with pytest.raises(Exception, match="is damaged or gone: the pool is ending"):
+            store.results([(0, 0)], 1)
+    assert "group 0, attempt 0 is damaged (its checksum differs)" in str(faults[0])
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_stored_twice_when_pools_and_the_database_die(postgres, config, tmp_path):
+    """Four workers upload through two pools; a pool is killed, connections are cut, and the database crashes."""
+    options = ["--task", "rollouts", "--pool_url", config.pool_url, "--pool_folder", config.pool_folder]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running_server(None, tmp_path, *options)) for _ in range(2)]
+        client = PoolClient(servers[1].url)
+        client.send_file(FOLDER, sha(FOLDER))
+        client.put_run(RUN)
+        client.send_file(weights(0), sha(weights(0)))
+        client.put_version(Version(0, sha(weights(0)), 5000, True, None, None, PROBE))
+        client.put_tasks(TASKS)
+        accepted: list[int] = []
+
+        def work(name: str, urls: list[str]) -> None:
+            """Draw until all is there, and turn to the other pool where one does not answer."""
+            tries = 0
+            while len(accepted) < len(TASKS):
+                pool = PoolClient(urls[tries % 2])
+                try:
+                    reply = pool.lease(Lease(name, 1, [], 0.2))
+                    for task in reply.tasks:
+                        time.sleep(0.05)
+                        answers = pool.results(name, [result(task.group)], [(0, sha(weights(0)))])
+                        accepted.extend([task.group] * answers.count("accepted"))
+                except RequestFailure:
+                    tries += 1
+                    time.sleep(0.1)
+
+        urls = [server.url for server in servers]
+        threads = [
+            threading.Thread(target=work, args=(f"w{n}", urls[:: 1 - 2 * (n % 2)]), daemon=True) for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(accepted) >= 10)
+        servers[0].end(signal.SIGKILL)
+        wait_until(lambda: len(accepted) >= 20)
+        with psycopg.connect(postgres.url("postgres"), autocommit=True) as connection:
+            others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            connection.execute(f"{others} AND datname = %s", [config.pool_url.rsplit("/", 1)[1]])
+        wait_until(lambda: len(accepted) >= 30)
+        postgres.stop(signal.SIGQUIT)
+        postgres.start()
+        # A lost answer is of a group that is there all the same, and no other worker is told that its own was accepted.
+        found: dict[tuple, GroupResult] = {}
+
+        def all_there() -> bool:
+            try:
+                found.update({group.key: group for group in client.take([task.key for task in TASKS], 0.0)})
+            except RequestFailure:
+                return False
+            return len(found) == len(TASKS)
+
+        wait_until(all_there, 60)
+        accepted.extend(TASKS)  # ends the threads
+        for thread in threads:
+            thread.join()
+        assert servers[1].end(signal.SIGTERM) == 0
+    numbers = [group for group in accepted if isinstance(group, int)]
+    assert len(numbers) == len({*numbers})
+    assert [found[task.key] for task in TASKS] == [result(task.group) for task in TASKS]
+    log = Path(servers[1].log).read_text()
+    assert "is connected again" in log and "Traceback" not in log
