@@ -56,6 +56,8 @@ class Store:
                 self._check_files(version)
         except ProtocolError as error:
             self.close()
+            if error.code == "worker_died":
+                raise damaged(self.database.setting, error.message) from error
             raise unusable(self.database.setting, error.message, "it needs the folder of files that it had") from error
         except ConfigError:
             self.database.close()

@@ -337,6 +337,12 @@ POOL = ["--task", "rollouts", "--pool_file", "x"]
         (["--task", "rollouts"], "pool_file=None: name one"),
         (["--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
         (["--task", "reward", "--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
+        ([*POOL, "--pool_url", "postgresql://h/d"], "leave out pool_file, or this"),
+        ([*POOL[:2], "--pool_url", "postgresql://h/d"], "pool_folder=None: name one that its pools share"),
+        (
+            [*POOL[:2], "--pool_url", "mysql://h/d"],
+            "pool_url='mysql://h/d': write it as postgresql://USER@HOST/DATABASE",
+        ),
         ([*POOL, "--update_folder", "y"], "update_folder='y': it does nothing without task logprobs"),
         ([*POOL, "--estimate"], "estimate=True: it does nothing without task logprobs"),
     ],
