@@ -17,7 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-INSTALLED = ".[lora,quantization,gguf,math,dev]"
+INSTALLED = ".[lora,quantization,gguf,math,postgres,dev]"
 SHOWN = "torch", "transformers", "deepspeed", "datasets", "numpy", "peft"
 VERSIONS = "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
 CHECKS = {"fast tests": ["-m", "pytest", "-n", "2", "-q", "--thin"], "demo": ["-m", "demo"]}
