@@ -1,13 +1,15 @@
-"""Runs the reference server, if the run needs one, and the trainer on the other GPUs of this machine.
+"""Runs the reference server, if the run needs one, and the trainer on the other GPUs: of this machine, or of several.
 
     grpo launch --config configs/lora_24gb.yaml
     grpo launch --nproc_per_node 2 --config configs/demo_cpu.yaml
+    grpo launch --nnodes 2 --node_rank 0 --master_addr node-1 --token_file token --output_dir /shared/run ...
 
-The second needs no GPU: it starts two CPU processes. The options are those of `ref_server.py` and
-`grpo_ref_split.py`. With two GPUs or more the server gets the last one; with one GPU it shares that with the trainer.
-`--beta 0`, `--ref local` or adapter_off, and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its
-step and save, then everything ends; a second Ctrl-C ends at once. Out of memory, the run continues twice by itself,
-with half of the setting that failed.
+The second needs no GPU: it starts two CPU processes. The third is started on each of two machines, on the other one
+with --node_rank 1. The options are those of `ref_server.py` and `grpo_ref_split.py`. With two GPUs or more the server
+gets the last one (of machine 0); with one GPU it shares that with the trainer. `--beta 0`, `--ref local` or
+adapter_off, and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its step and save, then everything
+ends; a second Ctrl-C ends at once. On one machine, a run whose process was killed continues by itself, and so does one
+out of memory: twice, with half of the setting that failed.
 """
 
 import json
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +36,7 @@ from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.record_settings import settings_in
 from grpo.run.exit import exit_code
+from grpo.run.json_lines import read_records
 from grpo.run.run_folder import find_run_folder, finished_steps
 
 log = logging.getLogger("grpo.launch")
@@ -41,6 +44,7 @@ log = logging.getLogger("grpo.launch")
 _GRACE = 30.0  # seconds in which the other ranks may end by themselves after one has failed
 _AFTER_FIRST = 2.0  # the same after the first rank, whose error the others would say again (say_once)
 _MOST_LOWERED = 2  # times that a run out of memory continues with a lower setting
+_MOST_FAILURES = 3  # times that the ranks, or a server, are killed without a step in between
 _POLL = 0.2  # seconds between two looks at the processes
 
 
@@ -50,31 +54,20 @@ def launch(config: LaunchConfig) -> int:
     # The ranks would refuse it too, after seconds of imports. A folder without a name is chosen here, for all of them.
     run = find_run_folder(config)
     config.output_dir = str(run)
-    server_cards, cards = share_cards(visible_cards(), config.starts_server)
-    ranks = config.nproc_per_node or max(1, len(cards))
-    if cards and ranks > len(cards):
-        raise ConfigError(f"nproc_per_node={ranks}: the trainer has {len(cards)} GPUs: use that many at most")
-    config.check_ranks(ranks)
-    if server_cards and server_cards == cards:
+    share = share_of(config, visible_cards())
+    config.check_ranks(share.world_size)
+    if share.server_cards and share.server_cards == share.cards:
         ways = "--ref local, --beta 0, or --use_peft with --ref adapter_off"
-        log.info("the reference server shares GPU %s with the trainer; these need none: %s", *cards, ways)
+        log.info("the reference server shares GPU %s with the trainer; these need none: %s", *share.cards, ways)
+    if config.nnodes > 1:
+        last = share.first + share.ranks - 1
+        log.info("machine %d runs ranks %d to %d of %d", config.node_rank, share.first, last, share.world_size)
+        if config.starts_server:
+            config.host, config.ref_servers = "0.0.0.0", [f"http://{config.master_addr}:{config.port}"]
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
-        settings = Path(folder) / "config.yaml"
-        settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
-        programs = Programs(settings, server_cards, f"http://127.0.0.1:{config.port}")
+        programs = Programs(config, share, Path(folder))
         try:
-            if config.starts_server:
-                programs.start_server()
-            for attempts_left in reversed(range(1 + _MOST_LOWERED)):
-                programs.start_trainer(ranks, cards)
-                code = programs.wait()
-                if not (code and attempts_left and (lowered := programs.take_lowered())):
-                    break
-                ((name, value),) = lowered.items()
-                log.warning("the run goes on with %s=%d instead of %d", name, value, getattr(config, name))
-                setattr(config, name, value)
-                config.resume_from_checkpoint = "last"
-                settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
+            code = programs.run()
         finally:
             programs.end()
     if code == 0 and not config.dry_run and finished_steps(run) < settings_in(run).get("max_steps", math.inf):
@@ -95,37 +88,114 @@ def visible_cards() -> list[str]:
     return names.split(",")[:count]
 
 
-def share_cards(cards: list[str], with_server: bool) -> tuple[list[str], list[str]]:
-    return (cards[-1:], cards[:-1] or cards) if with_server else ([], cards)
+@dataclass
+class Share:
+    """What this machine runs of `world_size` ranks: `ranks` of them on its `cards`, from number `first` on."""
+
+    first: int
+    ranks: int
+    world_size: int
+    cards: list[str]  # none: on the CPU
+    server_cards: list[str] | None  # None: no server
+
+
+def share_of(config: LaunchConfig, cards: list[str]) -> Share:
+    """Return the share of a machine with these GPUs, if all machines have as many. Raises ConfigError for more ranks
+    than GPUs."""
+    server_cards, left = (cards[-1:], cards[:-1] or cards) if config.starts_server else (None, cards)
+    on_first, on_others = (config.nproc_per_node or max(1, len(some)) for some in (left, cards))
+    world_size = on_first + (config.nnodes - 1) * on_others
+    if config.node_rank == 0:
+        share = Share(0, on_first, world_size, left, server_cards)
+    else:
+        share = Share(on_first + (config.node_rank - 1) * on_others, on_others, world_size, cards, None)
+    if share.cards and share.ranks > len(share.cards):
+        trainer = f"the trainer has {len(share.cards)} GPUs: use that many at most"
+        raise ConfigError(f"nproc_per_node={share.ranks}: {trainer}")
+    return share
+
+
+class Failures:
+    """Counts failures without a step of the run in between."""
+
+    def __init__(self, run: Path) -> None:
+        self._metrics, self._step, self._count = run / "metrics.jsonl", 0, 0
+
+    def is_last(self) -> bool:
+        """Count another failure. Return whether it is the third."""
+        step = max((record["step"] for record in read_records(self._metrics)), default=0)
+        self._count = 1 if step > self._step else self._count + 1
+        self._step = max(step, self._step)
+        return self._count == _MOST_FAILURES
 
 
 class Programs:
     """Start and end the server and the trainer's ranks. Each has its own session: Ctrl-C in the terminal reaches only
     this process, which passes one signal to the ranks. If this process is killed, the kernel kills them."""
 
-    def __init__(self, settings: Path, server_cards: list[str], server_url: str) -> None:
-        self._settings, self._server_cards, self._server_url = settings, server_cards, server_url
-        self._lowered = settings.with_name("lowered.json")  # a rank out of memory writes it
+    def __init__(self, config: LaunchConfig, share: Share, folder: Path) -> None:
+        """`folder` is for files that the programs read and write."""
+        self._config, self._share = config, share
+        self._settings = folder / "config.yaml"
+        self._lowered = folder / "lowered.json"  # a rank out of memory writes it
+        self._server_url = f"http://127.0.0.1:{config.port}"
         self._is_asked_to_stop = False
         self._ranks: list[subprocess.Popen] = []
         self._server: subprocess.Popen | None = None
+        self._rank_failures, self._server_failures = (Failures(Path(config.output_dir)) for _ in range(2))
 
-    def start_server(self) -> None:
+    def run(self) -> int:
+        """Run server and trainer to the trainer's end, and return its exit code."""
+        self._write_settings()
+        if self._share.server_cards is not None:
+            self._start_server()
+        times_lowered = 0
+        while True:
+            self._start_trainer()
+            code = self._wait()
+            killed_by = next((-code for code in self._exit_codes() if code < 0), 0)
+            self._end_ranks()
+            # Of several machines, whatever has started all of them does it again.
+            if code == 0 or self._is_asked_to_stop or self._config.nnodes > 1:
+                return code
+            if self._lowered.exists() and times_lowered < _MOST_LOWERED:
+                ((name, value),) = json.loads(self._lowered.read_text(encoding="utf-8")).items()
+                self._lowered.unlink()
+                log.warning("the run goes on with %s=%d instead of %d", name, value, getattr(self._config, name))
+                setattr(self._config, name, value)
+                times_lowered += 1
+            elif killed_by and not self._rank_failures.is_last():
+                log.warning("a rank was killed by %s: the run goes on", signal.Signals(killed_by).name)
+            else:
+                return code
+            self._config.resume_from_checkpoint = "last"
+            self._write_settings()
+
+    def _write_settings(self) -> None:
+        self._settings.write_text(to_yaml(asdict(self._config)), encoding="utf-8")
+
+    def _start_server(self) -> None:
         """Start the reference server on its GPU; without one, on the CPU."""
         self._server_was_ready = False
-        self._server = self._start("ref_server.py", self._server_cards, {})
-        place = f"GPU {self._server_cards[0]}" if self._server_cards else "the CPU"
+        cards = self._share.server_cards
+        self._server = self._start("ref_server.py", cards, {})
+        place = f"GPU {cards[0]}" if cards else "the CPU"
         log.info("the reference server starts on %s; its page is %s/", place, self._server_url)
 
-    def start_trainer(self, ranks: int, cards: list[str]) -> None:
-        """Start a rank on each of these GPUs; without any, `ranks` processes on the CPU."""
+    def _start_trainer(self) -> None:
+        """Start a rank on each of its GPUs; without any, on the CPU."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
                 signal.signal(number, self._pass_on)
-        shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        for rank in range(ranks):
-            own = shared | {LOWERED: self._lowered, "RANK": rank, "LOCAL_RANK": rank}
-            self._ranks.append(self._start("grpo_ref_split.py", cards, own))
+        share, config = self._share, self._config
+        shared = {"WORLD_SIZE": share.world_size, "LOCAL_SIZE": share.ranks}
+        if config.nnodes > 1:
+            shared |= {"MASTER_ADDR": config.master_addr, "MASTER_PORT": config.master_port}
+        else:
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), LOWERED: self._lowered}
+        for rank in range(share.ranks):
+            places = {"RANK": share.first + rank, "LOCAL_RANK": rank}
+            self._ranks.append(self._start("grpo_ref_split.py", share.cards, shared | places))
 
     def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
         command = f"{program_name()} {shlex.join(sys.argv[1:])}"
@@ -133,22 +203,12 @@ class Programs:
         environment = os.environ | {name: str(value) for name, value in environment.items()}
         return start_program([str(PROGRAMS / program), "--config", str(self._settings)], environment)
 
-    def take_lowered(self) -> dict[str, int]:
-        """Return the setting that a rank out of memory would lower, with its value, unless the run is to stop."""
-        self._end_ranks()
-        self._ranks.clear()
-        if self._is_asked_to_stop or not self._lowered.exists():
-            return {}
-        lowered = json.loads(self._lowered.read_text(encoding="utf-8"))
-        self._lowered.unlink()
-        return lowered
-
     def _pass_on(self, number: int, frame: FrameType | None = None) -> None:
         self._is_asked_to_stop = True
         for process in self._ranks:
             process.send_signal(number)
 
-    def wait(self) -> int:
+    def _wait(self) -> int:
         """Wait until every rank has ended. Return the exit code of the first that failed, or 0."""
         code, deadline = 0, float("inf")
         while None in [process.poll() for process in self._ranks] and time.monotonic() < deadline:
@@ -161,8 +221,11 @@ class Programs:
 
     def _failure(self) -> int:
         """Return the exit code of a failed rank, as a shell gives it, or 0."""
-        codes = [process.returncode for process in self._ranks if process.returncode]
-        return next((128 - code if code < 0 else code for code in codes), 0)
+        return next((128 - code if code < 0 else code for code in self._exit_codes()), 0)
+
+    def _exit_codes(self) -> list[int]:
+        """Return those of the ranks that have failed."""
+        return [process.returncode for process in self._ranks if process.returncode]
 
     def _watch_server(self) -> int:
         """Restart a server that ended after it was ready, and return 0. Return the exit code of one that never was."""
@@ -174,11 +237,15 @@ class Programs:
                     self._server_was_ready = requests.get(f"{self._server_url}/health", timeout=5).status_code == 200
             return 0
         # With 2 it has refused a setting; that "ready" was of another server, on the same port.
-        if self._server_was_ready and code != 2:
+        if not self._server_was_ready or code == 2:
+            how = "before it was ready"
+        elif self._server_failures.is_last():
+            how = f"{_MOST_FAILURES} times without a step in between"
+        else:
             log.warning("the reference server ended with code %d and starts again", code)
-            self.start_server()
+            self._start_server()
             return 0
-        say_once(f"{self._server_url}: the reference server ended before it was ready; its own message says why")
+        say_once(f"{self._server_url}: the reference server ended {how}; its own message says why")
         self._pass_on(signal.SIGTERM)
         return code if code > 0 else 1
 
@@ -194,6 +261,7 @@ class Programs:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        self._ranks.clear()
 
 
 def main() -> int:

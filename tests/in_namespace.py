@@ -32,6 +32,10 @@ def become(space: str, name: str, hosts: str) -> None:
 if __name__ == "__main__":
     become(*sys.argv[1:4])
     sys.argv = sys.argv[4 + (sys.argv[4:5] == [sys.executable]) :]
-    if sys.argv:
+    if sys.argv[:1] == ["-m"]:
+        sys.path[0], module = os.getcwd(), sys.argv[1]
+        sys.argv = sys.argv[1:]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif sys.argv:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conftest import ENVIRONMENT, REPOSITORY
 
-NAMES = ("node-1", "node-2", "other-machine")
+NAMES = ("node-1", "node-2")
 
 
 @dataclass
@@ -36,20 +36,20 @@ class Machine:
 
 
 @contextmanager
-def machines(folder: Path) -> Iterator[dict[str, Machine]]:
+def machines(folder: Path, names: tuple[str, ...] = NAMES) -> Iterator[dict[str, Machine]]:
     """By name, on a network of their own; the last one is the switch as well. Raises OSError or CalledProcessError
     where this system does not let us."""
-    spaces = {name: f"grpo-{os.getpid()}-{name}" for name in NAMES}
-    addresses = {name: f"10.77.0.{place}" for place, name in enumerate(NAMES, 1)}
+    spaces = {name: f"grpo-{os.getpid()}-{name}" for name in names}
+    addresses = {name: f"10.77.0.{place}" for place, name in enumerate(names, 1)}
     hosts = folder / "hosts"  # a machine knows the others by their names, as from a name server
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items()))
-    switch = spaces[NAMES[-1]]
+    switch = spaces[names[-1]]
     try:
         for space in spaces.values():
             _ip("netns", "add", space)
             _ip("-n", space, "link", "set", "lo", "up")
         _ip("-n", switch, "link", "add", "eth0", "type", "bridge")
-        for name in NAMES[:-1]:
+        for name in names[:-1]:
             pair = ("link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", spaces[name])
             _ip("-n", switch, *pair)
             _ip("-n", switch, "link", "set", f"to-{name}", "master", "eth0", "up")
@@ -58,7 +58,7 @@ def machines(folder: Path) -> Iterator[dict[str, Machine]]:
             _ip("-n", space, "link", "set", "eth0", "up")
         command = [sys.executable, "tests/in_namespace.py"]
         made = {name: Machine(name, [*command, space, name, str(hosts)]) for name, space in spaces.items()}
-        subprocess.run(made[NAMES[0]].prefix, cwd=REPOSITORY, check=True, capture_output=True)
+        subprocess.run(made[names[0]].prefix, cwd=REPOSITORY, check=True, capture_output=True)
         yield made
     finally:
         for space in spaces.values():

@@ -83,12 +83,18 @@ class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
 class LaunchSection(Section):
     HEADING = "processes"
 
-    nproc_per_node: int | None = option(None, "trainer processes; unset: one for each GPU left", common=True, above=0)
+    nproc_per_node: int | None = option(
+        None, "trainer processes on each machine; unset: one for each GPU that is left", common=True, above=0
+    )
+    nnodes: int = option(1, "machines: start the same command on each, with its node_rank", common=True, above=0)
+    node_rank: int = option(0, "this machine's number; machine 0 has the reference server", common=True, at_least=0)
+    master_addr: str | None = option(None, "name or address by which the others reach machine 0", common=True)
+    master_port: int = option(29500, "TCP port of machine 0, with several machines", above=0, at_most=65535)
 
 
 @dataclass
 class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
-    """The settings of a run on one machine: server and trainer."""
+    """The settings of a run that grpo.launch starts: server and trainer."""
 
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
         """Leave them unset: the trainer knows the number of ranks."""
@@ -99,6 +105,12 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
         self.check(not self.estimate, estimate="python ref_server.py --estimate prints it")
         takes_updates = not self.starts_server or self.ref_update_steps == 0 or self.update_folder is not None
         self.check(takes_updates, update_folder="ref_update_steps sends weights to the server: name a folder for them")
+        self.check(self.node_rank < self.nnodes, node_rank=f"of {self.nnodes} machines the last has {self.nnodes - 1}")
+        if self.nnodes > 1:
+            self.check(self.master_addr is not None, master_addr="name machine 0 as the others reach it")
+            self.check(self.output_dir is not None, output_dir="name a folder on a disk that all machines share")
+            reached = not self.starts_server or self.token is not None
+            self.check(reached, token_file="the other machines ask the reference server: name a file with a token")
 
     @property
     def starts_server(self) -> bool:

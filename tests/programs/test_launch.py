@@ -17,14 +17,38 @@ from trainer_runs import lines, options, wait_for_steps
 from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig
-from grpo.launch import launch, share_cards
+from grpo.launch import Failures, Share, launch, share_of
+
+MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
 
 
-def test_the_server_gets_the_last_card_and_shares_an_only_one():
-    assert share_cards(["0", "1", "GPU-7"], with_server=True) == (["GPU-7"], ["0", "1"])
-    assert share_cards(["3"], with_server=True) == (["3"], ["3"])
-    assert share_cards(["0", "1"], with_server=False) == ([], ["0", "1"])
-    assert share_cards([], with_server=True) == ([], [])
+@pytest.mark.parametrize(
+    "settings, cards, share",
+    [
+        ({}, ["0", "1", "GPU-7"], Share(0, 2, 2, ["0", "1"], ["GPU-7"])),
+        ({}, ["3"], Share(0, 1, 1, ["3"], ["3"])),
+        ({"beta": 0.0}, ["0", "1"], Share(0, 2, 2, ["0", "1"], None)),
+        ({}, [], Share(0, 1, 1, [], [])),
+        ({"nproc_per_node": 1}, ["0", "1", "2"], Share(0, 1, 1, ["0", "1"], ["2"])),
+        (MACHINES | {"beta": 0.0}, ["0", "1"], Share(0, 2, 4, ["0", "1"], None)),
+        (MACHINES | {"beta": 0.0, "node_rank": 1}, ["0", "1"], Share(2, 2, 4, ["0", "1"], None)),
+        (MACHINES | {"nnodes": 3}, ["0", "1"], Share(0, 1, 5, ["0"], ["1"])),
+        (MACHINES | {"nnodes": 3, "node_rank": 2}, ["0", "1"], Share(3, 2, 5, ["0", "1"], None)),
+        (MACHINES | {"node_rank": 1, "nproc_per_node": 1}, [], Share(1, 1, 2, [], None)),
+    ],
+)
+def test_each_machine_has_its_ranks_and_the_first_one_s_last_card_is_the_server_s(settings, cards, share, monkeypatch):
+    monkeypatch.setenv("GRPO_REF_TOKEN", "secret")
+    assert share_of(LaunchConfig(**settings), cards) == share
+
+
+def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
+    failures, metrics = Failures(tmp_path), tmp_path / "metrics.jsonl"
+    assert [failures.is_last() for _ in range(2)] == [False, False]
+    metrics.write_text('{"step": 5}\n')
+    assert [failures.is_last() for _ in range(2)] == [False, False]
+    metrics.write_text('{"step": 4}\n')  # it went back to a checkpoint, and failed before step 6
+    assert failures.is_last()
 
 
 @pytest.mark.parametrize(
@@ -45,6 +69,10 @@ def test_what_no_run_can_be_started_with_is_refused_before_anything_starts(tmp_p
         ({"output_dir": str(tmp_path)}, "output_dir=.*it holds a run"),
         ({"estimate": True}, "estimate"),  # of a server alone
         ({"task": "reward"}, "task"),
+        ({"nnodes": 2}, "master_addr=None"),
+        ({"nnodes": 2, "master_addr": "node-1"}, "output_dir=None"),
+        (MACHINES, "token_file=None: the other machines ask"),
+        ({"node_rank": 1}, "node_rank=1: of 1 machines"),
     ):
         with pytest.raises(ConfigError, match=reason):
             launch(LaunchConfig(**settings))
@@ -72,9 +100,9 @@ def programs_of(folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
-def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model_folder, data_folder, tmp_path):
+def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl_c(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
-    changes = {"max_steps": 200, "port": free_port(), "eval_steps": 0, "report_to": "none"}
+    changes = {"max_steps": 200, "port": free_port(), "eval_steps": 0, "save_steps": 2, "report_to": "none"}
     words = options(model_folder, data_folder, run, nproc_per_node=2, **changes)
     process = begin(words)
     try:
@@ -84,12 +112,17 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
         assert len(started) == 3
         os.kill(server, signal.SIGKILL)
         wait_for_steps(process, run, len(lines(run / "metrics.jsonl")) + 3)
+        rank = max(number for number, command in programs_of(run).items() if "grpo_ref_split.py" in command)
+        os.kill(rank, signal.SIGKILL)
+        wait_until(lambda: len(lines(run / "starts.jsonl")) == 2, 60, process)
+        started |= programs_of(run)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130, output
     assert "the reference server ended with code -9 and starts again" in output
+    assert "a rank was killed by SIGKILL: the run goes on" in output
     assert output.count("stopping after this step") == 1 and output.count(": stopped by signal 2") == 1, output
     assert "Traceback" not in output and "error" not in output
     assert not any(map(is_alive, started))
@@ -100,7 +133,7 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == list(range(1, done + 3))
-    first, second = [row["command"] for row in lines(run / "starts.jsonl")]
+    first, _, second = [row["command"] for row in lines(run / "starts.jsonl")]
     assert first == shlex.join(["python", "-m", "grpo.launch", *words])
     assert second == f"python -m grpo.launch {command} --max_steps={done + 2}"
     assert second.count("--output_dir") == second.count("--resume_from_checkpoint") == 1
@@ -167,6 +200,16 @@ def test_a_trainer_that_ends_with_0_before_its_last_step_is_a_failure(model_fold
     process = begin(options(model_folder, data_folder, run, beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends"))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and f"{run}: the trainer ended with code 0" in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+def test_a_run_that_is_killed_again_and_again_ends(model_folder, data_folder, tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("import os\n\ndef ends(completions, **columns):\n    os.kill(os.getpid(), 9)\n")
+    words = options(model_folder, data_folder, tmp_path / "run", beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends")
+    output, _ = (process := begin(words)).communicate(timeout=120)
+    assert process.returncode == 137 and output.count("was killed by SIGKILL: the run goes on") == 2, output
 
 
 @pytest.mark.slow
