@@ -1,6 +1,6 @@
 """Start GRPO on a Ray cluster: Ray finds a card for the reference server and one for each rank of the trainer.
 
-    python examples/ray_launch.py 15 configs/two_nodes/config.yaml --output_dir /shared/run
+    python examples/ray_launch.py 15 configs/two_nodes.yaml --output_dir /shared/run
 
 starts 15 ranks and a server, from a node of the cluster or by `ray job submit -- python ...`. Options of the trainer
 may follow. Repository and Python environment are at the same path on each node, output_dir is on a disk that they

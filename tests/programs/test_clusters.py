@@ -1,19 +1,22 @@
-"""A run that SLURM and Ray start on two simulated nodes, and take from them on the way, has the numbers of two ranks
-that nothing disturbs. `make test-clusters` installs Ray; SLURM is the package slurm-wlm of Debian."""
+"""A run that SLURM, Ray and Kubernetes start on two simulated nodes, and take from them on the way, has the numbers of
+two ranks that nothing disturbs. `make test-clusters` installs Ray; SLURM is the package slurm-wlm of Debian. Of
+Kubernetes there are only its schemas: the test starts what examples/kubernetes.yaml says."""
 
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
+from machines import machines
 from servers import wait_until
 from trainer_runs import OPTIONS, check_alike, options
 
@@ -139,3 +142,55 @@ def test_ray_loses_a_node_and_gets_another(settings, undisturbed, tmp_path, monk
         assert not (tmp_path / "run.token").exists()
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture
+def pods(tmp_path) -> Iterator[dict]:
+    """Two machines with the names that the Job's pods have."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(machines(tmp_path, ("grpo-0.grpo", "grpo-1.grpo")))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        yield made
+
+
+def test_kubernetes_drains_a_node_and_loses_another(pods, settings, undisturbed, tmp_path):
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate==1.37.0")
+    manifests = []
+    for name in ("kubernetes", "kubernetes_workers"):
+        manifests += yaml.safe_load_all((REPOSITORY / f"examples/{name}.yaml").read_text())
+    for manifest in manifests:
+        schemas.validate(manifest, "1.37", strict=True)
+    (job,) = (manifest["spec"] for manifest in manifests if manifest["kind"] == "Job")
+    args = "\n".join(job["template"]["spec"]["containers"][0]["args"])
+    (tmp_path / "token").write_text("secret")
+    for path, here in (("/run/secrets/grpo", tmp_path), ("/runs", tmp_path), ("configs/two_nodes.yaml", settings)):
+        args = args.replace(path, str(here))
+    run = tmp_path / "first"
+
+    def until(end: Callable[[list[subprocess.Popen]], object]) -> list[int]:
+        """Start both pods, let `end` do something to them, and return their exit codes."""
+        with ExitStack() as stack:
+            started = []
+            for index, (name, machine) in enumerate(pods.items()):
+                words = [sys.executable, *args.replace("$(JOB_COMPLETION_INDEX)", str(index)).splitlines()]
+                started.append(stack.enter_context(machine.running(words, tmp_path / name)))
+            end(started)
+            return [pod.wait(180) for pod in started]
+
+    def drain(started: list[subprocess.Popen]) -> None:
+        wait_until(lambda: steps_of(run) > 6, 120, started[0])
+        started[1].send_signal(signal.SIGTERM)
+
+    def lose(started: list[subprocess.Popen]) -> None:
+        wait_until(lambda: steps_of(run) > 20, 120, started[0])
+        os.killpg(started[0].pid, signal.SIGKILL)
+
+    created_again, fatal = ([*rule["onExitCodes"]["values"]] for rule in job["podFailurePolicy"]["rules"][1::-1])
+    codes = until(drain)
+    assert codes == [143, 143] and 143 in created_again, [(tmp_path / name).read_text() for name in pods]
+    assert 0 not in (codes := until(lose)) and not {*codes} & {*fatal}, codes
+    assert until(lambda started: None) == [0, 0], [(tmp_path / name).read_text() for name in pods]
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 3
+    check_alike(run, undisturbed)

@@ -22,8 +22,10 @@ from examples import one_page, prepare
 from examples.guess_the_number.environment import GuessTheNumber
 from examples.guess_the_number.prepare import LARGEST, LUCKY, MAX_TURNS, Game, build_tokenizer, play, write_dataset
 from grpo.config.command_line import parse_arguments
+from grpo.config.programs import LaunchConfig, WorkerConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.launch import share_of
 from grpo.rewards.compute import load_reward_funcs
 from grpo.tools.session import EnvironmentClass
 
@@ -34,13 +36,11 @@ UNIT, COMPOSE = EXAMPLES / "ref_server.service", EXAMPLES / "compose.yaml"
 SERVICE = yaml.safe_load(COMPOSE.read_text())["services"]["ref_server"]
 
 
-def parsed(options: list[str], token_path: str, tmp_path) -> ServerConfig:
-    """By the server's own parser, which reads the token: from a file here."""
+def parsed(options: list[str], token_path: str, tmp_path, program: type = ServerConfig):
+    """By the program's own parser, which reads the token: from a file here."""
     (tmp_path / "token").write_text("secret\n")
     assert any(token_path in option for option in options)
-    config = parse_arguments(
-        ServerConfig, "", [option.replace(token_path, str(tmp_path / "token")) for option in options]
-    )
+    config = parse_arguments(program, "", [option.replace(token_path, str(tmp_path / "token")) for option in options])
     assert config.token == "secret"
     return config
 
@@ -63,7 +63,9 @@ def test_the_unit_starts_the_server_with_a_gpu_in_reach_and_gives_it_time_to_sto
 
 
 def test_the_compose_file_starts_the_server_and_gives_it_time_to_stop(tmp_path):
-    config = parsed(SERVICE["command"], "/run/secrets/token", tmp_path)
+    program, *words = SERVICE["command"]
+    config = parsed(words, "/run/secrets/token", tmp_path)
+    assert program == "ref_server.py"
     assert SERVICE["secrets"] == ["token"]
     assert float(SERVICE["stop_grace_period"].removesuffix("s")) > config.drain_timeout
     assert SERVICE["ports"] == [f"127.0.0.1:{config.port}:{config.port}"]
@@ -73,12 +75,38 @@ def test_the_compose_file_starts_the_server_and_gives_it_time_to_stop(tmp_path):
     assert dash_c == "-c" and subprocess.run(nobody_there, capture_output=True).returncode == 1
     context = (EXAMPLES / SERVICE["build"]["context"]).resolve()
     dockerfile = (context / SERVICE["build"]["dockerfile"]).read_text()
-    copied = [line.split()[1] for line in dockerfile.splitlines() if line.startswith("COPY")]
+    copied = [name for line in dockerfile.splitlines() if line.startswith("COPY") for name in line.split()[1:-1]]
     assert copied and all((context / name).exists() for name in copied)
     if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
         command = ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"]
         ended = subprocess.run(command, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
+
+
+def test_what_kubernetes_starts_is_accepted_and_finds_the_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    files = [(EXAMPLES / f"{name}.yaml").read_text() for name in ("kubernetes", "kubernetes_workers")]
+    manifests = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all("\n---\n".join(files))}
+
+    def started(kind: str, name: str, program: type):
+        pod = manifests[kind, name]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"] if word[:2] == "--"]
+        return parsed(words, "/run/secrets/grpo/token", tmp_path, program)
+
+    job = manifests["Job", "grpo"]["spec"]
+    config = started("Job", "grpo", LaunchConfig)
+    assert job["completions"] == job["parallelism"] == config.nnodes
+    cards = [str(card) for card in range(8)]
+    config.check_ranks(share_of(config, cards).world_size)
+    labels, pod = job["template"]["metadata"]["labels"], job["template"]["spec"]
+    assert config.master_addr == f"grpo-0.{pod['subdomain']}" and ("Service", pod["subdomain"]) in manifests
+    assert manifests["Service", pod["subdomain"]]["spec"]["selector"] == labels
+    pool, worker = started("Deployment", "grpo-pool", ServerConfig), started("Deployment", "grpo-worker", WorkerConfig)
+    (port,) = manifests["Service", "grpo-pool"]["spec"]["ports"]
+    assert worker.pool == f"http://grpo-pool:{pool.port}" and port["port"] == pool.port
+    assert f"--pool={worker.pool}" in files[1].split("apiVersion")[0]
 
 
 def test_the_page_of_the_server_has_every_option_and_a_scrape_configuration():
