@@ -83,14 +83,13 @@ def load_weights(path: Path) -> PreTrainedModel:
 
 
 def main() -> int:
-    from grpo.run.folder import SaveError
-
     parser = argparse.ArgumentParser(
         prog=program_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="the GGUF file")
     parser.add_argument("folder", type=Path, help="folder to make")
     arguments = parser.parse_args()
+    from grpo.run.folder import SaveError  # imports torch, which takes seconds
 
     def work() -> None:
         import_gguf(arguments.file, arguments.folder)

@@ -75,7 +75,7 @@ def test_a_forked_run_has_the_numbers_of_a_plain_one(model_folder, data_folder, 
     check_alike(tmp_path / "forked", tmp_path / "plain")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_ranks_without_the_launcher_do_what_launched_ones_do(model_folder, data_folder, letters, tmp_path, launch):
     for name, start in (("launched", launch), ("alone", run_ranks)):
         settings = options(model_folder, data_folder, tmp_path / name, beta=0, max_steps=2, report_to="none")

@@ -120,7 +120,7 @@ def test_cards_that_others_use_are_named():
     assert "trainer's cards, 3.5 of 24.0 GiB of rank 1's: if that is the reference server" in text
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.plain_start
 def test_deepspeed_does_not_read_the_names_of_cards_as_numbers(tmp_path):
     """It does where a module pynvml can be imported. Without a card the question then ends in torch."""

@@ -107,6 +107,7 @@ BODIES = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BODIES)
 def test_the_activations_are_those_of_a_real_pass(name, dtype):
@@ -133,6 +134,7 @@ def test_the_activations_are_those_of_a_real_pass(name, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_mlps_and_activations_that_wait_elsewhere_are_counted(dtype, monkeypatch):
     """What waits in the machine's memory is counted in the real pass, whose device is the CPU, and not in the other."""

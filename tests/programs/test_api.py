@@ -123,7 +123,7 @@ if __name__ == "__main__":
     assert 'raise ValueError("the judge is asleep")' in output  # the user's part of the stack is seen
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_ctrl_c_saves_and_the_same_call_goes_on(model_folder, tmp_path):
     text = """
 if __name__ == "__main__":
@@ -146,7 +146,7 @@ if __name__ == "__main__":
     assert [row["step"] for row in lines(metrics)] == [*range(1, done + 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_under_torchrun_all_ranks_train_one_run(model_folder, tmp_path):
     text = """
 if __name__ == "__main__":

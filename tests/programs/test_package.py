@@ -49,12 +49,10 @@ def test_the_installed_command_trains_and_evaluates_away_from_the_repository(ins
     assert run(grpo, "--version", folder=installed).startswith(f"grpo {__version__}\ntorch ")
     where = run(installed.parent / "venv/bin/python", "-c", "import grpo; print(grpo.__file__)", folder=installed)
     assert where.startswith(str(installed.parent / "venv"))
-    words = options(model_folder, data_folder, "run", nproc_per_node=2, max_steps=5, port=free_port())
-    planned = run(grpo, "launch", "--dry_run", "--config", "configs/dr_grpo.yaml", *words, folder=installed)
-    assert "Dry run: no weights were loaded" in planned and not (installed / "run").exists()
-    assert "talk to it:    " in run(grpo, "launch", *words, folder=installed)
-    assert [row["step"] for row in lines(installed / "run/metrics.jsonl")][-1] == 5
-    assert lines(installed / "run/starts.jsonl")[0]["command"].startswith("grpo launch --model_name_or_path=")
+    words = options(model_folder, data_folder, "run", nproc_per_node=1, max_steps=2, port=free_port())
+    assert "talk to it:    " in run(grpo, "launch", "--config", "configs/dr_grpo.yaml", *words, folder=installed)
+    assert [row["step"] for row in lines(installed / "run/metrics.jsonl")][-1] == 2
+    assert lines(installed / "run/starts.jsonl")[0]["command"].startswith("grpo launch --config configs/dr_grpo.yaml ")
     (installed / "mine.py").write_text(
         "from reward import text_of\n\ndef length(completions, **kwargs):\n"
         "    return [float(len(text_of(text))) for text in completions]\n"

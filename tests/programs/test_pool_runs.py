@@ -75,7 +75,7 @@ def drawing(folder: Path, *names: str):
         yield served
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["whole", "shared out", "shared out, with an adapter"])
 def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itself(words, tmp_path, kind):
     """With replaced groups, rounds of two steps and two updates from each, and another pool for the second round. Ranks
@@ -175,6 +175,7 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
     check_same(tmp_path / "again", tmp_path / "run")
 
 
+@pytest.mark.rare
 def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_not_draw_is_drawn_anew(words, tmp_path):
     with drawing(tmp_path, "a", "b") as served:
         changes = {"resume_from_checkpoint": "last", "max_steps": 7, "save_steps": 4}

@@ -135,7 +135,7 @@ def test_counts_of_steps_come_to_their_parameters():
     assert optimizer.state[here]["step"] == 3.0
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(400)
 def test_killed_twice_it_has_the_weights_of_a_run_without_offload(model_folder, data_folder, letters, tmp_path):
     def words(run: str, **changes) -> list[str]:

@@ -82,7 +82,7 @@ def resumable(setting, model_folder, tmp_path):
     return start
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_copy_of_the_first_weights_is_the_servers_reference_also_after_a_kill(setting, undisturbed, tmp_path):
     run = tmp_path / "run"
     words = setting(run, "full", ref="local", resume_from_checkpoint="last")
@@ -236,6 +236,7 @@ def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machine_shuts_down", [False, True])
 def test_a_reference_that_is_lost_costs_no_step(machine_shuts_down, resumable, undisturbed, tmp_path):
     """The machine ends the server as well as the trainer, which does not wait for it until it is killed."""

@@ -292,6 +292,7 @@ compute_rewards(function, ["p"] * 2, ["regex", sys.argv[2]], {})
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("child", ["child", "daemon sleep"])
 def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end, child):

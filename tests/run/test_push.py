@@ -102,7 +102,7 @@ def test_a_model_that_cannot_be_pushed_stays(hub, model, tokenizer, tmp_path, fa
     assert (folder / "model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_run_that_is_done_is_pushed_when_it_is_repeated(model, tokenizer, model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
     save_model(model, tokenizer, run / "model", TrainerConfig(), 3)

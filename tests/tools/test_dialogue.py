@@ -243,7 +243,7 @@ class Casino:
 '''
 
 
-@pytest.mark.parametrize("timeout", [None, pytest.param(20.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("timeout", [None, pytest.param(20.0, marks=pytest.mark.rare)])
 def test_what_user_code_draws_follows_from_the_completions_name_and_it_leaves_no_mode(open_talks, timeout):
     talks = open_talks(DRAWING, tools=["chance", "later"], environment="Casino", tool_timeout=timeout)
 

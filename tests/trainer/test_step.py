@@ -191,7 +191,7 @@ def check(number: int, result: dict, gradients: dict, metrics: dict, limit: floa
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "ranks, clipping, checkpointing",
     [(1, False, False), (2, True, False), (3, False, True), (4, False, False)],
