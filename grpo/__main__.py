@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": (PACKAGE / "evaluate.py", "what a model's answers earn"),
     "chat": (PACKAGE / "chat.py", "talk to a model"),
     "report": (PACKAGE / "report/__main__.py", "the page of a run, or of several"),
+    "status": (PACKAGE / "report/status.py", "how runs stand, in a few lines"),
     "import-gguf": (PACKAGE / "import_gguf.py", "turn a GGUF file into a model's folder"),
 }
 

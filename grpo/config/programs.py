@@ -86,9 +86,9 @@ class LaunchSection(Section):
     nproc_per_node: int | None = option(
         None, "trainer processes on each machine; unset: one for each GPU that is left", common=True, above=0
     )
-    nnodes: int = option(1, "machines: start the same command on each, with its node_rank", common=True, above=0)
-    node_rank: int = option(0, "this machine's number; machine 0 has the reference server", common=True, at_least=0)
-    master_addr: str | None = option(None, "name or address by which the others reach machine 0", common=True)
+    nnodes: int = option(1, "machines: start the same command on each, with its node_rank", above=0)
+    node_rank: int = option(0, "this machine's number; machine 0 has the reference server", at_least=0)
+    master_addr: str | None = option(None, "name or address by which the others reach machine 0")
     master_port: int = option(29500, "TCP port of machine 0, with several machines", above=0, at_most=65535)
 
 

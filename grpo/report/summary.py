@@ -33,7 +33,7 @@ def summary(folder: Path) -> str:
     if trained:
         lines += _table("training, sampled", "first step", "last step", _TRAINING, trained)
     seconds = sum(row.get("step_time", 0.0) for row in run.rows.values())
-    lines.append(f"{max(run.rows)} steps, {trained[-1]['num_tokens']:,.0f} tokens, {_duration(seconds)} in steps.")
+    lines.append(f"{max(run.rows)} steps, {trained[-1]['num_tokens']:,.0f} tokens, {duration(seconds)} in steps.")
     return "\n".join(lines + _next_commands(run))
 
 
@@ -46,7 +46,7 @@ def _table(title: str, left: str, right: str, names: dict[str, str], rows: list[
     ]
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     hours, minutes = divmod(round(seconds) // 60, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
