@@ -211,8 +211,13 @@ def page(tasks: dict[str, dict[str, Runs]]) -> str:
         parts += [OPTIONS, sides_table(sums, others(sums))]
     if TRIES.exists():
         parts += [FAILED, rows_table([try_row(*each) for each in json.loads(TRIES.read_text()).items()])]
-    compared = {name: results for name, results in tasks.items() if name != "sums" and len(results) > 1}
-    if rows := [task_row(name, results[GRPO]) for name, results in tasks.items() if name not in {"sums", *compared}]:
+    if "gsm8k" in tasks:
+        shown = [seed_row(*each) for each in tasks["gsm8k"]["no reference"].items()]
+        rows = [{name: cell for name, cell in row.items() if name != "KL, last step"} for row in shown]
+        parts += [f"## {TASKS['gsm8k'].title}\n\n{TASKS['gsm8k'].about}", rows_table(rows)]
+    compared = {name: results for name, results in tasks.items() if name not in ("sums", "gsm8k") and len(results) > 1}
+    single = tasks.keys() - {"sums", "gsm8k", *compared}
+    if rows := [task_row(name, results[GRPO]) for name, results in tasks.items() if name in single]:
         parts += [OTHER_TASKS, rows_table(rows)]
     for name, results in compared.items():
         sides = [side for side in SIDES if side in results]

@@ -76,11 +76,13 @@ def test_readme_and_the_results_page_say_the_numbers_that_are_kept():
 
 def test_the_tasks_of_a_real_model_are_held_out_and_rewarded(tmp_path):
     for name, task in TASKS.items():
+        parse_arguments(LaunchConfig, "", ["--config", str(REPOSITORY / REAL.config), *task.options.split()])
+        if "--dataset_name" in task.options:
+            continue
         task.write_dataset(tmp_path / name, seed=0)
         sides = [(tmp_path / name / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test")]
         prompts = [{json.loads(line)["prompt"][-1]["content"] for line in side} for side in sides]
         assert all(prompts) and not prompts[0] & prompts[1]
-        parse_arguments(LaunchConfig, "", ["--config", str(REPOSITORY / REAL.config), *task.options.split()])
     words = "cat, dog, pig"
     assert backwards_reward([words, "Cat dog pig.", "dog, cat, pig", ""], [words] * 4) == [1, 1, 0, 0]
     short, long = "Tea is a hot drink.", f"{'very ' * 10}long tea."
