@@ -52,10 +52,11 @@ class Attempt:
     """All programs of a run, from their start until the trainer has ended or one of its ranks is lost."""
 
     def __init__(self, ranks: int, with_server: bool):
-        card = {"GPU": 1, "CPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
+        has = {name: int(ray.cluster_resources().get(name, 0)) for name in ("GPU", "CPU")}
+        card = {"GPU": 1, "CPU": 1} if has["GPU"] else {"CPU": 1}
         count = ranks + with_server
         self._group = placement_group([card] * count)
-        print(f"waiting for {count} times {card}", file=sys.stderr)
+        print(f"waiting for {count} times {card}; the cluster has {has}", file=sys.stderr)
         ray.get(self._group.ready())
         self._programs = []
         for place in range(count):
