@@ -18,7 +18,7 @@ import yaml
 from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
 from machines import machines
 from servers import wait_until
-from trainer_runs import OPTIONS, check_alike, options
+from trainer_runs import OPTIONS, check_alike, check_weights, options
 
 pytestmark = [pytest.mark.rare, pytest.mark.timeout(600)]
 STEPS = 40
@@ -55,6 +55,7 @@ def settings(model_folder, data_folder, letters, tmp_path_factory) -> Path:
     pairs = (word.removeprefix("--").partition("=") for word in words if word != "--no_gradient_checkpointing")
     values = {name: yaml.safe_load(value) if value else True for name, _, value in pairs if name != "output_dir"}
     values |= {"reward_funcs": letters[1:], "gradient_checkpointing": False, "deterministic": True}
+    values |= {"importance_sampling_mode": "none"}  # workers then draw what the trainer would draw itself
     path = tmp_path_factory.mktemp("settings") / "settings.yaml"
     path.write_text(yaml.safe_dump(values | {"ref_startup_timeout": 120}))
     return path
@@ -146,51 +147,65 @@ def test_ray_loses_a_node_and_gets_another(settings, undisturbed, tmp_path, monk
 
 @pytest.fixture
 def pods(tmp_path) -> Iterator[dict]:
-    """Two machines with the names that the Job's pods have."""
+    """Machines by the names that the others know them by, and two workers."""
     with ExitStack() as stack:
         try:
-            made = stack.enter_context(machines(tmp_path, ("grpo-0.grpo", "grpo-1.grpo")))
+            names = "grpo-0.grpo", "grpo-1.grpo", "grpo-pool", "worker-0", "worker-1"
+            made = stack.enter_context(machines(tmp_path, names))
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"network namespaces cannot be made here: {error}")
         yield made
 
 
-def test_kubernetes_drains_a_node_and_loses_another(pods, settings, undisturbed, tmp_path):
+def test_kubernetes_drains_and_loses_nodes_of_trainers_pool_and_workers(pods, settings, undisturbed, tmp_path):
     schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate==1.37.0")
-    manifests = []
+    manifests = {}
     for name in ("kubernetes", "kubernetes_workers"):
-        manifests += yaml.safe_load_all((REPOSITORY / f"examples/{name}.yaml").read_text())
-    for manifest in manifests:
-        schemas.validate(manifest, "1.37", strict=True)
-    (job,) = (manifest["spec"] for manifest in manifests if manifest["kind"] == "Job")
-    args = "\n".join(job["template"]["spec"]["containers"][0]["args"])
+        for manifest in yaml.safe_load_all((REPOSITORY / f"examples/{name}.yaml").read_text()):
+            schemas.validate(manifest, "1.37", strict=True)
+            manifests[manifest["kind"], manifest["metadata"]["name"]] = manifest["spec"]
     (tmp_path / "token").write_text("secret")
-    for path, here in (("/run/secrets/grpo", tmp_path), ("/runs", tmp_path), ("configs/two_nodes.yaml", settings)):
-        args = args.replace(path, str(here))
-    run = tmp_path / "first"
+    places = {"/run/secrets/grpo": tmp_path, "/runs": tmp_path, "/pool": tmp_path, "configs/two_nodes.yaml": settings}
+    run, job = tmp_path / "first", manifests["Job", "grpo"]
+
+    def start(stack: ExitStack, pod: str, kind: str, name: str, *more: str) -> subprocess.Popen:
+        (container,) = manifests[kind, name]["template"]["spec"]["containers"]
+        words = "\n".join([sys.executable, *container["args"], *more]).replace("$(JOB_COMPLETION_INDEX)", pod[5])
+        for path, here in places.items():
+            words = words.replace(f"={path}", f"={here}")
+        return stack.enter_context(pods[pod].running(words.splitlines(), tmp_path / f"{pod}.log"))
 
     def until(end: Callable[[list[subprocess.Popen]], object]) -> list[int]:
-        """Start both pods, let `end` do something to them, and return their exit codes."""
+        """Start the Job's pods, let `end` do something to them, and return their exit codes."""
+        pool = "--sampler=pool", "--pool=http://grpo-pool:59877", "--max_policy_lag=0"
         with ExitStack() as stack:
-            started = []
-            for index, (name, machine) in enumerate(pods.items()):
-                words = [sys.executable, *args.replace("$(JOB_COMPLETION_INDEX)", str(index)).splitlines()]
-                started.append(stack.enter_context(machine.running(words, tmp_path / name)))
+            started = [start(stack, f"grpo-{index}.grpo", "Job", "grpo", *pool) for index in range(2)]
             end(started)
             return [pod.wait(180) for pod in started]
 
-    def drain(started: list[subprocess.Popen]) -> None:
-        wait_until(lambda: steps_of(run) > 6, 120, started[0])
-        started[1].send_signal(signal.SIGTERM)
+    with ExitStack() as stack:
+        pool = start(stack, "grpo-pool", "Deployment", "grpo-pool")
+        worker, _ = (start(stack, f"worker-{number}", "Deployment", "grpo-worker") for number in range(2))
 
-    def lose(started: list[subprocess.Popen]) -> None:
-        wait_until(lambda: steps_of(run) > 20, 120, started[0])
-        os.killpg(started[0].pid, signal.SIGKILL)
+        def drain(started: list[subprocess.Popen]) -> None:
+            wait_until(lambda: steps_of(run) > 6, 120, started[0])
+            worker.terminate()
+            started[1].send_signal(signal.SIGTERM)
 
-    created_again, fatal = ([*rule["onExitCodes"]["values"]] for rule in job["podFailurePolicy"]["rules"][1::-1])
-    codes = until(drain)
-    assert codes == [143, 143] and 143 in created_again, [(tmp_path / name).read_text() for name in pods]
-    assert 0 not in (codes := until(lose)) and not {*codes} & {*fatal}, codes
-    assert until(lambda started: None) == [0, 0], [(tmp_path / name).read_text() for name in pods]
+        def lose(started: list[subprocess.Popen]) -> None:
+            wait_until(lambda: steps_of(run) > 16, 120, started[0])
+            os.killpg(pool.pid, signal.SIGKILL)
+            start(stack, "grpo-pool", "Deployment", "grpo-pool")
+            wait_until(lambda: steps_of(run) > 24, 120, started[0])
+            os.killpg(started[0].pid, signal.SIGKILL)
+
+        created_again, fatal = ([*rule["onExitCodes"]["values"]] for rule in job["podFailurePolicy"]["rules"][1::-1])
+        codes = until(drain)
+        assert codes == [143, 143] and 143 in created_again, [log.read_text() for log in tmp_path.glob("*.log")]
+        start(stack, "worker-0", "Deployment", "grpo-worker")
+        assert 0 not in (codes := until(lose)) and not {*codes} & {*fatal}, codes
+        assert until(lambda started: None) == [0, 0], [log.read_text() for log in tmp_path.glob("*.log")]
     assert len((run / "starts.jsonl").read_text().splitlines()) == 3
-    check_alike(run, undisturbed)
+    # The trainer's own sampler is as near to its log-probs as rounding lets it be, and workers' likewise.
+    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
+    check_weights(run / "model", undisturbed / "model")
