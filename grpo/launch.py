@@ -103,7 +103,7 @@ def share_of(config: LaunchConfig, cards: list[str]) -> Share:
     """Return the share of a machine with these GPUs, if all machines have as many. Raises ConfigError for more ranks
     than GPUs."""
     server_cards, left = (cards[-1:], cards[:-1] or cards) if config.starts_server else (None, cards)
-    on_first, on_others = (config.nproc_per_node or max(1, len(some)) for some in (left, cards))
+    on_first, on_others = (config.nproc_per_node or max(1, len(visible)) for visible in (left, cards))
     world_size = on_first + (config.nnodes - 1) * on_others
     if config.node_rank == 0:
         share = Share(0, on_first, world_size, left, server_cards)

@@ -1,7 +1,9 @@
 """Tells how runs stand: step, speed and time left; who trains, since when; the servers that they ask.
 
-grpo status runs/DATE-TIME
-grpo status /shared/run1 /shared/run2      from any machine that has the folders
+    grpo status runs/DATE-TIME
+    grpo status /shared/run1 /shared/run2
+
+Any machine that has the folders can tell.
 """
 
 from __future__ import annotations
