@@ -49,6 +49,11 @@ def read_url(field: str, url: str) -> str:
     return url.rstrip("/")
 
 
+def read_urls(field: str, urls: str) -> str:
+    """Return URLs that commas join, each as read_url does."""
+    return ",".join(read_url(field, url) for url in urls.split(","))
+
+
 @dataclass
 class ServersSection(Section):
     HEADING = "waiting for servers"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token, read_url
+from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token, read_urls
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, option
 from grpo.config.loss_settings import RewardedConfig
@@ -23,7 +23,7 @@ class WorkerConfig(TurnsCodeSection):
 
     HEADING = "worker"
 
-    pool: str | None = option(None, "URL of the pool to draw for: a server with --task rollouts", common=True)
+    pool: str | None = option(None, "URL of the pool to draw for (--task rollouts), or of several", common=True)
     token_file: str | None = option(None, f"file with the token; unset is the variable {TOKEN_VARIABLE}", common=True)
     engine: Literal["transformers", "vllm"] = option(
         "transformers", "what draws: the trainer's sampler, or vLLM's server, which the worker starts", common=True
@@ -44,7 +44,7 @@ class WorkerConfig(TurnsCodeSection):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.pool is not None, pool="name the pool to draw for: --pool http://HOST:PORT")
-        self.pool = read_url("pool", self.pool)
+        self.pool = read_urls("pool", self.pool)
         try:
             shlex.split(self.vllm_args or "")
         except ValueError as error:

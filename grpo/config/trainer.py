@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from grpo.config.connection_settings import ReferenceConfig, read_url
+from grpo.config.connection_settings import ReferenceConfig, read_urls
 from grpo.config.errors import rank_count
 from grpo.config.fields import Section, option
 from grpo.config.loss_settings import LossSection, RewardedConfig
@@ -24,7 +24,11 @@ class PoolSection(Section):
         "continuous",
         f"{LOCAL_SAMPLERS}. With pool, workers anywhere draw (generate.py), and continuous draws held-out answers",
     )
-    pool: str | None = option(None, "URL of the pool: a server with --task rollouts", needs="sampler pool")
+    pool: str | None = option(
+        None,
+        "URL of the pool: a server with --task rollouts; of several on one database, with commas: whichever answers",
+        needs="sampler pool",
+    )
     max_policy_lag: int = option(0, "rounds that workers draw ahead of the trainer", needs="sampler pool", at_least=0)
     in_flight_weight_updates: bool = option(False, "take new weights in mid-completion", needs="max_policy_lag above 0")
     pool_deadline: float = option(900.0, "seconds without a group that end the run", needs="sampler pool", above=0)
@@ -36,7 +40,7 @@ class PoolSection(Section):
             return
         self.check((self.pool is None) != (self.replay is None), sampler="set pool to a URL, or replay to a file")
         if self.pool is not None:
-            self.pool = read_url("pool", self.pool)
+            self.pool = read_urls("pool", self.pool)
         self.check(self.replay is None or Path(self.replay).is_file(), replay="there is no such file")
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import threading
 import time
@@ -46,13 +47,16 @@ class LeaseReply:
 
 
 class PoolClient:
-    """HTTP to one pool, from any thread. Every request raises RequestFailure and ServerError."""
+    """HTTP to a pool, from any thread. Every request raises RequestFailure and ServerError."""
 
     def __init__(
-        self, url: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
+        self, urls: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
     ):
-        """`request_timeout`: seconds without an answer, beyond those of waiting. Raises as open_sessions."""
-        self.url = url.rstrip("/")
+        """`urls`: one, or those of several pools on one database, with commas: clients are spread over them, and go to
+        the next when theirs does not answer. `request_timeout`: seconds without an answer, beyond those of waiting.
+        Raises as open_sessions."""
+        self._urls = urls.split(",")
+        self.url = random.SystemRandom().choice(self._urls)  # the pool that is asked now
         self._token, self._seconds = token, request_timeout
         self._sessions = sessions.open_sessions(token, ref_ca_file, wire.CONTENT_TYPE)
         self._vocab_size = LARGEST_ID  # until the run is known
@@ -171,15 +175,17 @@ class PoolClient:
     def _send(self, method: str, path: str, wait: float = 0.0, **request: Any) -> requests.Response:
         """Return a response with status 200, 206 or 416; to GET run also 404 with the code no_run. `request` is what
         requests takes. Raises RequestFailure if another try may help, ResultRefused, ServerError."""
-        timeout = sessions.CONNECT_SECONDS, self._seconds + wait
+        timeout, url = (sessions.CONNECT_SECONDS, self._seconds + wait), self.url
         try:
-            response = self._sessions.session.request(method, self.url + path, timeout=timeout, **request)
+            response = self._sessions.session.request(method, url + path, timeout=timeout, **request)
             if (status := response.status_code) in (200, 206, 416):
                 return response
             with response:
                 code, message = sessions.read_error(response)
         except requests.RequestException as error:
-            raise sessions.connection_error(self.url, error) from error
+            if self.url == url:  # no other thread has left it
+                self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
+            raise sessions.connection_error(url, error) from error
         if code == "no_run" and method == "GET":
             return response
         if code == "no_run" or (status in sessions.RETRIED and code != "other_run"):

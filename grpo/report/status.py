@@ -83,7 +83,7 @@ def servers(run: RecordedRun) -> list[str]:
     settings = run.settings
     urls = [*(settings.get("ref_servers") or [])] if settings.get("ref") == "server" and settings.get("beta") else []
     is_here = bool(run.starts) and socket.gethostname() in run.starts[-1].get("hosts", ())
-    urls += filter(None, [settings.get("pool")])
+    urls += settings["pool"].split(",") if settings.get("pool") else []
     return [url for url in urls if is_here or "//127.0.0.1:" not in url]
 
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import trustme
+from conftest import free_port
 from pools import RUN, running_pool
 from proxy import Proxy
 from servers import fake
@@ -81,6 +82,17 @@ def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
         PoolClient(url).run()
     with pytest.raises(RequestFailure, match=r"cannot be reached \(Connection refused\)"):
         PoolClient(url).run()
+
+
+def test_of_several_pools_another_is_asked_when_one_does_not_answer(pool):
+    urls = [f"http://127.0.0.1:{free_port()}", pool.url]
+    clients = [PoolClient(",".join(urls), "secret") for _ in range(20)]
+    assert {client.url for client in clients} == {*urls}
+    for client in clients:
+        if client.url != pool.url:
+            with pytest.raises(RequestFailure, match="cannot be reached"):
+                client.status()
+        assert client.status()["workers"] == [] and client.url == pool.url
 
 
 def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeypatch, caplog):

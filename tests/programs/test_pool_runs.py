@@ -235,7 +235,7 @@ def test_a_run_through_two_pools_on_one_database_is_the_same_when_one_of_them_an
         of_trainer, other = (running.enter_context(running_server(None, tmp_path, *options)) for _ in range(2))
         for served, names in ((of_trainer, "a"), (other, "bc")):
             running.enter_context(workers(served.url, tmp_path, *names))
-        settings = words(tmp_path / "run", pool=of_trainer.url, **LAG)
+        settings = words(tmp_path / "run", pool=f"{other.url},{of_trainer.url}", **LAG)
         process = running.enter_context(training(2, settings))
         wait_until(lambda: len(status(other)["versions"]) > 1 or process.poll() is not None, seconds=90)
         other.end()
