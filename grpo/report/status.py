@@ -14,6 +14,7 @@ import socket
 import statistics
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -104,7 +105,9 @@ def main() -> int:
 
     def work() -> None:
         for folder in arguments.runs:
-            print("\n".join(status(folder)), flush=True)
+            text = "\n".join(status(folder))
+            with suppress(BrokenPipeError):  # its reader, such as head, has read enough
+                print(text, flush=True)
 
     return exit_code(work, (OSError,), "interrupted")
 
