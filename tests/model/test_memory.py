@@ -107,7 +107,7 @@ BODIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BODIES)
 def test_the_activations_are_those_of_a_real_pass(name, dtype):

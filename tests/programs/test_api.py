@@ -83,7 +83,7 @@ def test_the_page_s_script_trains_evaluates_asks_and_draws(model_folder, tmp_pat
     assert asked[end:].endswith(f" {tmp_path}/run/model") and len(asked[end:]) > len(f"  {tmp_path}/run/model")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_mistake_is_the_sentence_of_the_command_and_a_failed_run_its_last_one(model_folder, tmp_path):
     text = """
 def refused(error, **settings):

@@ -43,6 +43,7 @@ def run(folder, *options, seconds=580) -> str:
     return output
 
 
+@pytest.mark.rare
 def test_a_card_that_is_not_there_is_refused(tmp_path):
     process = start(tmp_path, environment={"GPU": "1"})
     output, errors = process.communicate(timeout=60)

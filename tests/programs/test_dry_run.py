@@ -156,6 +156,7 @@ def test_the_launcher_starts_the_server(printed, monkeypatch):
         assert re.search(f"  reference  http://127.0.0.1:[0-9]+{words}", printed(**changes))
 
 
+@pytest.mark.rare
 def test_servers_are_asked_once_and_one_that_cannot_serve_is_named_and_no_failure(printed, server):
     assert f"{server.url} is ready: " in printed(ref_servers=[server.url])
     output = printed(reward_funcs=["format_reward", server.url], beta=0.0)

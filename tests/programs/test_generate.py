@@ -57,7 +57,7 @@ def test_it_draws_without_the_imports_of_an_engine(pool, model_folder, tmp_path)
     trainer.publish(1, whole=False, delta=True)
     trainer.wait(trainer.put_tasks(1, range(2, 4)))
     process.terminate()
-    shown, log = process.communicate(timeout=20)
+    shown, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     needed = {"requests", "urllib3", "certifi", "idna", "charset-normalizer", "numpy", "safetensors", "PyYAML"}
     assert {*eval(shown)} <= needed | {"setuptools"}
@@ -89,7 +89,7 @@ def test_what_ends_it_is_one_line_and_said_before_an_engine_is_made(tmp_path):
     with running_pool(tmp_path, "--token_file", str(tmp_path / "token")) as pool:
         locked = start("--pool", pool.url, script=("-c", LIGHT))
         away = start("--pool", "http://127.0.0.1:9", "--pool_deadline", "0.3", script=("-c", LIGHT))
-        logs = [process.communicate(timeout=30)[1] for process in (locked, away)]
+        logs = [process.communicate(timeout=60)[1] for process in (locked, away)]
     assert locked.returncode == away.returncode == 1
     same = "give pool, trainer and workers the same one, with --token_file FILE or GRPO_REF_TOKEN"
     assert logs[0] == f"generate.py: error: {pool.url} wants a token: {same}\n"
@@ -115,5 +115,5 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 @pytest.mark.parametrize("program", ["generate.py", "ref_server.py", "grpo_ref_split.py"])
 def test_ctrl_c_during_the_first_imports_is_one_line(program):
     process = start(program, script=("-c", INTERRUPTED))
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=60)
     assert (process.returncode, log) == (130, f"{program}: error: interrupted before the start\n")
