@@ -115,7 +115,7 @@ def share_of(config: LaunchConfig, cards: list[str]) -> Share:
     return share
 
 
-class Failures:
+class FailureCount:
     """Counts failures without a step of the run in between."""
 
     def __init__(self, run: Path) -> None:
@@ -142,7 +142,7 @@ class Programs:
         self._is_asked_to_stop = False
         self._ranks: list[subprocess.Popen] = []
         self._server: subprocess.Popen | None = None
-        self._rank_failures, self._server_failures = (Failures(Path(config.output_dir)) for _ in range(2))
+        self._rank_failures, self._server_failures = (FailureCount(Path(config.output_dir)) for _ in range(2))
 
     def run(self) -> int:
         """Run server and trainer to the trainer's end, and return its exit code."""
@@ -165,7 +165,7 @@ class Programs:
                 setattr(self._config, name, value)
                 times_lowered += 1
             elif killed_by and not self._rank_failures.is_last():
-                log.warning("a rank was killed by %s: the run goes on", signal.Signals(killed_by).name)
+                log.warning("a rank was killed by %s: the run continues", signal.Signals(killed_by).name)
             else:
                 return code
             self._config.resume_from_checkpoint = "last"

@@ -32,12 +32,13 @@ _LATEST = 20  # steps that speed and time left are computed from
 def status(folder: Path) -> list[str]:
     """Return the lines about a run. Raises ConfigError if the folder is none, OSError if it cannot be read."""
     run = read_run(folder, may_be_empty=True)
-    process, is_done = writer(folder), finished_steps(folder) > 0
-    lines = [f"{folder}: {progress(run, is_done, process is not None)}"]
+    process = writer(folder)
+    lines = [f"{folder}: {progress(run, process is not None)}"]
     if run.starts:
         start, hosts = run.starts[-1], ", ".join(run.starts[-1].get("hosts", ()))
         began = datetime.fromisoformat(start["time"]).astimezone()
-        who = f"{process} trains" if process else "it is done" if is_done else "no trainer writes there any more"
+        ended = "it is done" if finished_steps(folder) else "no trainer writes there any more"
+        who = f"{process} trains" if process else ended
         lines.append(f"{who}; start {len(run.starts)}, {began:%Y-%m-%d %H:%M}: {start.get('ranks')} ranks on {hosts}")
     if run.rows:
         age = duration(time.time() - (folder / "metrics.jsonl").stat().st_mtime)
@@ -49,20 +50,20 @@ def status(folder: Path) -> list[str]:
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 
-def progress(run: RecordedRun, is_done: bool, is_training: bool) -> str:
+def progress(run: RecordedRun, is_training: bool) -> str:
     """Return step, reward, speed, and the time left of a run that is training."""
-    steps, most = [row | {"step": step} for step, row in run.rows.items() if step > 0], run.settings.get("max_steps")
-    if not steps:
+    latest, most = [step for step in run.rows if step > 0][-_LATEST:], run.settings.get("max_steps")
+    if not latest:
         return "no step yet"
-    latest, last = steps[-_LATEST:], steps[-1]
-    seconds = statistics.mean(row.get("step_time", 0.0) for row in latest)
-    parts = [f"step {last['step']} of {most}", f"reward {last.get('reward', float('nan')):.3f}"]
+    rows = [run.rows[step] for step in latest]
+    seconds = statistics.mean(row.get("step_time", 0.0) for row in rows)
+    parts = [f"step {latest[-1]} of {most}", f"reward {rows[-1].get('reward', float('nan')):.3f}"]
     parts.append(f"{seconds:.1f} s a step")
-    drawn = [row["num_tokens"] for row in latest if "num_tokens" in row]
+    drawn = [row["num_tokens"] for row in rows if "num_tokens" in row]
     if len(drawn) > 1 and seconds:
         parts.append(f"{(drawn[-1] - drawn[0]) / (len(drawn) - 1) / seconds:,.0f} tokens a second")
-    if most and is_training and not is_done:
-        parts.append(f"about {duration((most - last['step']) * seconds)} left")
+    if most and is_training:
+        parts.append(f"about {duration((most - latest[-1]) * seconds)} left")
     return ", ".join(parts)
 
 

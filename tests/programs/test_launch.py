@@ -17,7 +17,7 @@ from trainer_runs import lines, options, wait_for_steps
 from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig
-from grpo.launch import Failures, Share, launch, share_of
+from grpo.launch import FailureCount, Share, launch, share_of
 
 MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
 
@@ -43,7 +43,7 @@ def test_each_machine_has_its_ranks_and_the_first_one_s_last_card_is_the_server_
 
 
 def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
-    failures, metrics = Failures(tmp_path), tmp_path / "metrics.jsonl"
+    failures, metrics = FailureCount(tmp_path), tmp_path / "metrics.jsonl"
     assert [failures.is_last() for _ in range(2)] == [False, False]
     metrics.write_text('{"step": 5}\n')
     assert [failures.is_last() for _ in range(2)] == [False, False]
@@ -122,7 +122,7 @@ def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl
         process.kill()
     assert process.returncode == 130, output
     assert "the reference server ended with code -9 and starts again" in output
-    assert "a rank was killed by SIGKILL: the run goes on" in output
+    assert "a rank was killed by SIGKILL: the run continues" in output
     assert output.count("stopping after this step") == 1 and output.count(": stopped by signal 2") == 1, output
     assert "Traceback" not in output and "error" not in output
     assert not any(map(is_alive, started))
@@ -209,7 +209,7 @@ def test_a_run_that_is_killed_again_and_again_ends(model_folder, data_folder, tm
     rewards.write_text("import os\n\ndef ends(completions, **columns):\n    os.kill(os.getpid(), 9)\n")
     words = options(model_folder, data_folder, tmp_path / "run", beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends")
     output, _ = (process := begin(words)).communicate(timeout=120)
-    assert process.returncode == 137 and output.count("was killed by SIGKILL: the run goes on") == 2, output
+    assert process.returncode == 137 and output.count("was killed by SIGKILL: the run continues") == 2, output
 
 
 @pytest.mark.slow
