@@ -1,7 +1,8 @@
 """What a pool of rollouts carries, and what workers bring to the demo.
 
     python -m benchmarks.pool --part throughput      leases and uploads a second
-    python -m benchmarks.pool --clients 8 64 512 --pool_url postgresql://grpo@localhost/bench --pools 3     likewise
+    python -m benchmarks.pool --clients 8 64 --pool_url postgresql://grpo@localhost/bench --pools 3     likewise
+    python -m benchmarks.pool --clients 512 --seconds 16 --groups 6000 --pool_url ...     clients that take time to draw
     python -m benchmarks.pool --part demo            steps of the demo with 0 to 3 workers
 
 throughput  Clients, each a thread with the workers' own PoolClient, lease groups by eights and upload each by itself:
@@ -105,8 +106,8 @@ def run_info(sha256: str) -> RunInfo:
     )
 
 
-def work(url: str, name: str, leases: list[float], uploads: list[float]) -> None:
-    """Draw until nothing is left; note the seconds of each lease and each upload."""
+def work(url: str, name: str, seconds: float, leases: list[float], uploads: list[float]) -> None:
+    """Draw, each group in so many seconds, until nothing is left; note the seconds of each lease and each upload."""
     client = PoolClient(url)
 
     def ask(send: Callable, times: list[float]) -> Any:
@@ -126,17 +127,18 @@ def work(url: str, name: str, leases: list[float], uploads: list[float]) -> None
             return
         weights = [(leased.version, leased.sha256)]
         for task in leased.tasks:
+            time.sleep(seconds)
             group = replace(DRAWN, group=task.group)
             ask(partial(client.results, name, [group], weights), uploads)
 
 
-def throughput(groups: int, clients: int, pools: int = 1, pool_url: str | None = None) -> list[object]:
+def throughput(groups: int, clients: int, seconds: float, pools: int = 1, pool_url: str | None = None) -> list[object]:
     leases: list[float] = []
     uploads: list[float] = []
     with tempfile.TemporaryDirectory() as folder, pool_servers(Path(folder), pools, pool_url) as urls:
         fill(urls[0], groups)
         threads = [
-            threading.Thread(target=work, args=(urls[number % pools], f"worker {number}", leases, uploads))
+            threading.Thread(target=work, args=(urls[number % pools], f"worker {number}", seconds, leases, uploads))
             for number in range(clients)
         ]
         start = time.perf_counter()
@@ -221,6 +223,7 @@ def main() -> None:
     parser.add_argument("--part", choices=["throughput", "demo"], default="throughput")
     parser.add_argument("--groups", type=int, default=2000, help="of the part throughput")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="of the part throughput")
+    parser.add_argument("--seconds", type=float, default=0.0, help="that a client takes to draw a group")
     parser.add_argument("--pool_url", help="a PostgreSQL database, for the part throughput")
     parser.add_argument("--pools", type=int, default=3, help="pools on PostgreSQL beside one alone")
     parser.add_argument("--steps", type=int, default=40, help="of the part demo")
@@ -236,9 +239,10 @@ def main() -> None:
     print(machine())
     rows = []
     for clients in arguments.clients:
-        rows.append(throughput(arguments.groups, clients))
+        load = arguments.groups, clients, arguments.seconds
+        rows.append(throughput(*load))
         if arguments.pool_url:
-            rows += [throughput(arguments.groups, clients, pools, arguments.pool_url) for pools in (1, arguments.pools)]
+            rows += [throughput(*load, pools, arguments.pool_url) for pools in (1, arguments.pools)]
     rows += [stored_alone(arguments.groups), written_alone(arguments.groups)]
     columns = "way", "groups a second", "ms a lease of 8: median, 99 %", "ms an upload: median, 99 %", "s the longest"
     print(table([*columns], rows))

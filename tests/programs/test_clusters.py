@@ -4,6 +4,7 @@ Kubernetes there are only its schemas: the test starts what examples/kubernetes.
 
 import getpass
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -17,8 +18,9 @@ import pytest
 import yaml
 from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
 from machines import machines
+from pools import running_pool
 from servers import wait_until
-from trainer_runs import OPTIONS, check_alike, check_weights, options
+from trainer_runs import OPTIONS, check_weights, options
 
 pytestmark = [pytest.mark.rare, pytest.mark.timeout(600)]
 STEPS = 40
@@ -76,6 +78,24 @@ def steps_of(run: Path) -> int:
 
 
 @pytest.fixture
+def pool(tmp_path) -> Iterator[str]:
+    """The URL of a pool, somewhere that all nodes reach."""
+    with running_pool(tmp_path) as served:
+        yield served.url
+
+
+def from_pool(url: str) -> list[str]:
+    return ["--sampler=pool", f"--pool={url}", "--max_policy_lag=0"]
+
+
+def check_same(run: Path, undisturbed: Path) -> None:
+    """Compare a run whose workers drew with one that drew itself."""
+    # The trainer's own sampler is as near to its log-probs as rounding lets it be, and workers' likewise.
+    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
+    check_weights(run / "model", undisturbed / "model")
+
+
+@pytest.fixture
 def slurm(tmp_path) -> Iterator[dict[str, str]]:
     """The environment in which SLURM's commands reach a cluster of two nodes."""
     if shutil.which("slurmctld") is None:
@@ -95,52 +115,70 @@ def slurm(tmp_path) -> Iterator[dict[str, str]]:
         subprocess.run(["scancel", "--user", getpass.getuser()], env=environment, check=True)
 
 
-def test_slurm_takes_nodes_away_and_gives_them_back(slurm, settings, undisturbed, tmp_path):
+def test_slurm_takes_nodes_of_trainers_and_workers_away_and_gives_them_back(
+    slurm, settings, undisturbed, pool, tmp_path
+):
     def ask(*words: object) -> str:
         done = subprocess.run(map(str, words), env=slurm, cwd=REPOSITORY, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    def state() -> str:
+    def state(job: str) -> str:
         return ask("scontrol", "show", "job", job).partition("JobState=")[2].split()[0]
+
+    def take_away(job: str, *command: str) -> None:
+        ask(*command)
+        wait_until(lambda: state(job) == "PENDING", seconds=60)
+        ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     run, log = tmp_path / "run", tmp_path / "log"
     words = ["--parsable", "--nodes=2", f"--output={log}", "examples/slurm.sbatch", settings, "--output_dir", run]
-    job = ask("sbatch", *words)
-    preempt, time_is_over = ["scontrol", "requeue", job], ["scancel", "--signal=TERM", "--batch", job]
-    for step, command in ((4, preempt), (16, time_is_over)):
+    job = ask("sbatch", *words, *from_pool(pool))
+    wait_until(lambda: state(job) == "RUNNING", seconds=60)  # so that workers get the other cores
+    draw = shlex.join([sys.executable, "generate.py", "--pool", pool])
+    words = ["--parsable", "--array=0-1", "--requeue", f"--output={tmp_path}/worker-%a", f"--wrap=exec srun {draw}"]
+    worker = f"{ask('sbatch', *words)}_0"
+    wait_until(lambda: steps_of(run) > 4, seconds=120)
+    take_away(worker, "scontrol", "requeue", worker)
+    for step, command in ((8, ["scontrol", "requeue", job]), (16, ["scancel", "--signal=TERM", "--batch", job])):
         wait_until(lambda step=step: steps_of(run) > step, seconds=120)
-        ask(*command)
-        wait_until(lambda: state() == "PENDING", seconds=60)
+        take_away(job, *command)
         assert any(run.glob("checkpoint-*")), log.read_text()
-        ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-    wait_until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"), seconds=180)
-    assert state() == "COMPLETED", log.read_text()
+    wait_until(lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"), seconds=180)
+    assert state(job) == "COMPLETED", log.read_text()
     assert len((run / "starts.jsonl").read_text().splitlines()) == 3
-    check_alike(run, undisturbed)
+    check_same(run, undisturbed)
     assert not list(REPOSITORY.glob(f"slurm-{job}-*"))
 
 
-def test_ray_loses_a_node_and_gets_another(settings, undisturbed, tmp_path, monkeypatch):
+def test_ray_loses_a_node_of_trainers_and_workers_and_gets_another(settings, undisturbed, pool, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="pip install ray==2.60.0")
     from ray.cluster_utils import Cluster
 
     for name, value in ON_CPUS.items():
         monkeypatch.setenv(name, value)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+
+    def start(program: str, *words: object) -> subprocess.Popen:
+        command = [sys.executable, f"examples/{program}.py", *map(str, words)]
+        with open(tmp_path / program, "w") as log:
+            return subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
+
     try:
-        node, run = cluster.add_node(num_cpus=2), tmp_path / "run"
-        command = [sys.executable, "examples/ray_launch.py", "2", str(settings), "--output_dir", str(run)]
-        environment = os.environ | {"RAY_ADDRESS": cluster.address}
-        with open(tmp_path / "log", "w") as log:
-            driver = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
+        node, run = cluster.add_node(num_cpus=3), tmp_path / "run"
+        driver = start("ray_launch", 2, settings, "--output_dir", run, *from_pool(pool))
+        wait_until(lambda: "waiting for 3 times" in (tmp_path / "ray_launch").read_text(), 60, driver)
+        drawing = start("ray_workers", 2, "--pool", pool)
         wait_until(lambda: steps_of(run) > 6, 120, driver)
         cluster.remove_node(node)
-        cluster.add_node(num_cpus=2)
-        assert driver.wait(240) == 0, (tmp_path / "log").read_text()
-        assert "is lost" in (tmp_path / "log").read_text()
+        cluster.add_node(num_cpus=3)
+        assert driver.wait(240) == 0, (tmp_path / "ray_launch").read_text()
+        assert "is lost" in (tmp_path / "ray_launch").read_text()
         assert len((run / "starts.jsonl").read_text().splitlines()) == 2
-        check_alike(run, undisturbed)
+        check_same(run, undisturbed)
         assert not (tmp_path / "run.token").exists()
+        drawing.send_signal(signal.SIGINT)
+        assert drawing.wait(30) != 0
     finally:
         cluster.shutdown()
 
@@ -177,7 +215,7 @@ def test_kubernetes_drains_and_loses_nodes_of_trainers_pool_and_workers(pods, se
 
     def until(end: Callable[[list[subprocess.Popen]], object]) -> list[int]:
         """Start the Job's pods, let `end` do something to them, and return their exit codes."""
-        pool = "--sampler=pool", "--pool=http://grpo-pool:59877", "--max_policy_lag=0"
+        pool = from_pool("http://grpo-pool:59877")
         with ExitStack() as stack:
             started = [start(stack, f"grpo-{index}.grpo", "Job", "grpo", *pool) for index in range(2)]
             end(started)
@@ -206,6 +244,4 @@ def test_kubernetes_drains_and_loses_nodes_of_trainers_pool_and_workers(pods, se
         assert 0 not in (codes := until(lose)) and not {*codes} & {*fatal}, codes
         assert until(lambda started: None) == [0, 0], [log.read_text() for log in tmp_path.glob("*.log")]
     assert len((run / "starts.jsonl").read_text().splitlines()) == 3
-    # The trainer's own sampler is as near to its log-probs as rounding lets it be, and workers' likewise.
-    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
-    check_weights(run / "model", undisturbed / "model")
+    check_same(run, undisturbed)
