@@ -2,7 +2,7 @@
 
     python -m benchmarks.pool --part throughput      leases and uploads a second
     python -m benchmarks.pool --clients 8 64 --pool_url postgresql://grpo@localhost/bench --pools 3     likewise
-    python -m benchmarks.pool --clients 512 --seconds 16 --groups 6000 --pool_url ...     clients that take time to draw
+    python -m benchmarks.pool --clients 512 --seconds 10 --groups 8192 --pool_url ...     clients that take time to draw
     python -m benchmarks.pool --part demo            steps of the demo with 0 to 3 workers
 
 throughput  Clients, each a thread with the workers' own PoolClient, lease groups by eights and upload each by itself:
@@ -132,7 +132,9 @@ def work(url: str, name: str, seconds: float, leases: list[float], uploads: list
             ask(partial(client.results, name, [group], weights), uploads)
 
 
-def throughput(groups: int, clients: int, seconds: float, pools: int = 1, pool_url: str | None = None) -> list[object]:
+def throughput(
+    groups: int, clients: int, seconds: float = 0.0, pools: int = 1, pool_url: str | None = None
+) -> list[object]:
     leases: list[float] = []
     uploads: list[float] = []
     with tempfile.TemporaryDirectory() as folder, pool_servers(Path(folder), pools, pool_url) as urls:
