@@ -34,6 +34,7 @@ from grpo.data.records import Sample
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
+from grpo.model.shared_rows import share_rows
 from grpo.model.trial import make_batcher
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats
@@ -174,7 +175,7 @@ def main(model, cases_file, out) -> None:
     if takes_pictures(policy.config):  # the models of text have no tokenizer
         processor = load_processor(shared, policy.config, load_tokenizer(shared))
     make_trainable(policy, configs[0])
-    packed = make_batcher(policy, 0, processor)
+    packed = share_rows(make_batcher(policy, 0, processor), policy, configs[0].sequence_parallel_size)
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD([w for w in policy.parameters() if w.requires_grad], lr=LEARNING_RATE)

@@ -71,6 +71,7 @@ class TrainingSection(Section):
     steps_per_generation: int = option(1, "updates that one round of generation feeds, each with new prompts", above=0)
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
     micro_batch_tokens: int = option(16384, "tokens in a pass: lower it if memory runs out", above=0, common=True)
+    sequence_parallel_size: int = option(1, "ranks that share each sequence: for answers too long for a card", above=0)
     learning_rate: float | None = option(
         None, "AdamW's peak rate; unset is 1e-6, with use_peft 1e-5, or that of a continued run", common=True, above=0
     )
@@ -125,7 +126,9 @@ class TrainingSection(Section):
         return range(first, first + self.steps_per_generation)
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ConfigError if the ranks cannot share prompts_per_step equally."""
+        """Raise ConfigError if the ranks cannot share prompts_per_step equally, or sequences."""
+        is_shared = world_size % self.sequence_parallel_size == 0
+        self.check(is_shared, sequence_parallel_size=f"{world_size} ranks are no multiple of it: use another number")
         if self.prompts_per_step is None:
             return  # it will fit
         rest = self.prompts_per_step % world_size
@@ -174,6 +177,8 @@ class TrainerConfig(
             self.refuse("dataset_order", f"{estimator} may learn from a group of equal rewards: use shuffled")
         if estimator == "remax" and self.sampler == "pool":
             self.refuse("advantage_estimator", "a pool draws no greedy completion: use sampler continuous, or rloo")
+        if self.sequence_parallel_size > 1 and self.router_aux_loss_coef > 0:
+            self.refuse("sequence_parallel_size", "router_aux_loss_coef needs whole sequences on each rank: use 1")
         needs_server = self.beta > 0 and self.ref == "server"
         self.check(self.port != 0 or not needs_server, port="the trainer cannot know the server's port: name it")
         if self.ref_update_steps > 0 and not needs_server:

@@ -63,6 +63,7 @@ def _body(model: nn.Module, batch: Batch, **options):
         # transformers passes a mask in four dimensions unchanged; without one it would build one, N by N.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         inputs |= {"position_ids": batch.position_ids, "attention_mask": mask, "tree": batch.tree}
+        inputs |= {} if batch.parts is None else {"parts": batch.parts}
     elif batch.position_ids is not None:
         inputs["position_ids"] = batch.position_ids
     recompute(model, wanted=torch.is_grad_enabled())
@@ -115,7 +116,8 @@ def _at_head(
 
     # ZeRO-3 has a module's weight in place while the module computes, and before its backward pass.
     with computing(linear, logprobs):
-        return linear(hidden)
+        results = linear(hidden)
+    return results if batch.parts is None else tuple(map(batch.parts.join, results))
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from grpo.wire.picture_files import PicturedPrompt, key_of
 
 if TYPE_CHECKING:
     from grpo.model.pictures import Vision
+    from grpo.model.shared_rows import RowParts, RowRanks
 
 Ids = Sequence[int] | np.ndarray  # token ids; of a prompt with pictures a PicturedPrompt
 Sequences = Sequence[tuple[Ids, Ids]]  # of each the prompt's ids and the completion's
@@ -89,6 +90,7 @@ class Batch:
     not_pieces: Tensor | None = None
     """int64, places in the flattened input_ids of ids that elsewhere stand for a piece of a picture, and are text here:
     a sampler may draw them; None without such ids"""
+    parts: RowParts | None = None  # of a part of a row that ranks share: what joins the parts' results
 
 
 @dataclass(frozen=True)
@@ -98,23 +100,29 @@ class Batcher:
     pad_token_id: int
     packs: bool  # whether the sequences of a batch follow each other in one row, else each has a padded row of its own
     vision: Vision | None = None  # how the model sees pictures; None if it takes text alone
+    ranks: RowRanks | None = None  # those that share each packed row; None if each has rows of its own
 
     def cut(self, sequences: Sequences, budget: int) -> list[list[int]]:
-        """Cut sequences into batches of at most `budget` tokens, padding too, and return the indices of each batch. The
-        completions of a prompt stay together if they fit. A sequence longer than the budget is a batch by itself."""
+        """Cut sequences into batches of at most `budget` tokens on each rank, padding too, and return the indices of
+        each batch. The completions of a prompt stay together if they fit. A sequence longer than the budget is a batch
+        by itself."""
+        if self.ranks is not None:
+            budget *= self.ranks.size
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
         return _cut_packed(sequences, budget) if self.packs else _cut_padded(lengths, budget)
 
     def make(self, sequences: Sequences, device: Device, predicted: Sequence[np.ndarray | None] | None = None) -> Batch:
         """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
         `predicted` marks for each sequence, bool [len(completion)], the tokens that are predicted; None, for one or for
-        all of them, is every token. Raises PictureError if a prompt's picture cannot be opened."""
+        all of them, is every token. Ranks that share rows make the same batch, and each gets its part. Raises
+        PictureError if a prompt's picture cannot be opened."""
         predicted = predicted or [None] * len(sequences)
         if self.packs:
             layout = _packed(sequences, by_prompt(sequences), self.vision)
         else:
             layout = _padded(sequences, self.pad_token_id, self.vision)
-        return _batch(sequences, predicted, layout, self.vision, device)
+        batch = _batch(sequences, predicted, layout, self.vision, device)
+        return batch if self.ranks is None else self.ranks.part_of(batch)
 
 
 def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: Device) -> Batch:

@@ -7,10 +7,13 @@ layers with a window (`sliding_window`) a token sees so many of these tokens: it
 With a `shared_cache` the keys and values of packed prompts are kept, and later passes draw from them token by token.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from inspect import signature
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo.model.packing import Tree
 from grpo.model.shared_cache import Scoring, SharedCache
+
+if TYPE_CHECKING:
+    from grpo.model.shared_rows import RowParts
 
 ROWS = 256  # queries of one call: few scores are computed for nothing, and its mask is small
 _PREFIX = "grpo_packed_"
@@ -125,6 +131,7 @@ def _dispatch(
     value: Tensor,
     attention_mask: Tensor | None,
     tree: Tree | None = None,
+    parts: RowParts | None = None,
     shared_cache: SharedCache | None = None,
     **options,
 ) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +145,8 @@ def _dispatch(
     if tree is not None:
         if shared_cache is not None:
             shared_cache.keep(module.layer_idx, key, value)
-        return packed(query, key, value, tree, scoring), None
+        attend = packed if parts is None else partial(parts.attend, packed)
+        return attend(query, key, value, tree, scoring), None
     attend = _after_rows if shared_cache.fed else SharedCache.attend
     return attend(shared_cache, module.layer_idx, query, key, value, scoring), None
 

@@ -35,7 +35,7 @@ LIBRARIES = "torch", "transformers", "deepspeed"
 # The settings that may differ when a run resumes. They change no number, or (the second line) only its rounding.
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
-    *("micro_batch_tokens", "gradient_checkpointing", "tiled_mlp", "activation_offloading"),
+    *("micro_batch_tokens", "sequence_parallel_size", "gradient_checkpointing", "tiled_mlp", "activation_offloading"),
     *("sequences_per_generate", "cuda_graphs"),
     *("sampler", "pool", "pool_deadline", "replay"),
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),

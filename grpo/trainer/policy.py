@@ -15,6 +15,7 @@ from grpo.model.lora import LocalReference, put_adapter, train_adapter
 from grpo.model.memory import on_meta
 from grpo.model.packing import Batcher
 from grpo.model.pictures import freeze_vision_tower
+from grpo.model.shared_rows import check_heads
 from grpo.model.trial import make_batcher
 from grpo.run.preflight import check_alike
 from grpo.sampling.sampler import Sampler
@@ -30,8 +31,7 @@ def load_policy(config: TrainerConfig, inputs: Inputs, device: torch.device) -> 
     log.info("loading %s", config.model_name_or_path)
     model = load_model(config, device, on_host=not inputs.begins_whole(config))
     policy_info = describe(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
-    if config.router_aux_loss_coef > 0:
-        check_router(model, config.router_aux_loss_coef)
+    _check_model(model, config)
     check_alike({"the model's fingerprint": policy_info.fingerprint})
     return model, policy_info
 
@@ -42,9 +42,16 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
     if base_of(config.model_name_or_path) is not None:
         put_adapter(model, config.model_name_or_path)
     make_trainable(model, config)
+    _check_model(model, config)
+    return model
+
+
+def _check_model(model: PreTrainedModel, config: TrainerConfig) -> None:
+    """Raise ConfigError if the model has not what settings need."""
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
-    return model
+    if config.sequence_parallel_size > 1:
+        check_heads(model.config, config.sequence_parallel_size)
 
 
 def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> LocalReference | None:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from grpo.algorithm.advantages import advantages, groups_with_signal, most_varied, total_rewards
 from grpo.algorithm.loss import kl_divergence
 from grpo.client.reference import ReferenceClient
-from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.trainer import TrainerConfig
 from grpo.data.adaptive import AdaptiveStream
 from grpo.data.prompts import PromptStream
@@ -25,11 +24,11 @@ from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.model.lora import LocalReference
 from grpo.model.packing import Batcher
 from grpo.rewards.functions import Logged, TrainerState
-from grpo.run.collective import gather, raise_together
+from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.sampler import Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together
-from grpo.trainer.step import ReferenceRequests, policy_logprobs, split_masked, wait_for_reference
+from grpo.trainer.step import ReferenceRequests, policy_logprobs, split_masked, wait_together
 
 
 @dataclass
@@ -197,13 +196,8 @@ class Rounds:
 
     def _kl(self, samples: list[Sample]) -> torch.Tensor:
         """Return the KL of each completion: float64 [samples]. Raises ServersLost on every rank without an answer."""
-        lost = None
         with self._clock("wait_ref"):
-            try:
-                wait_for_reference(samples, self._requests)
-            except ServerError as error:
-                lost = error
-        raise_together(lost, ServersLost)
+            wait_together(samples, self._requests)
         return torch.stack([summed_kl(sample, self.config.kl_estimator) for sample in samples])
 
 

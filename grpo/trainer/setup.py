@@ -16,6 +16,7 @@ from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.packing import Batcher
+from grpo.model.shared_rows import share_rows
 from grpo.pool.client import PoolClient, Retrier
 from grpo.rewards.compute import start_rewards
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
@@ -122,6 +123,7 @@ def set_up(
         drawing = _let_workers_draw(config, inputs, ranks, pool, engine.module, batcher, checkpoints, stop_waiting)
         pool_run = drawing.run
     weights_to_draw = nullcontext if config.sampler == "pool" else partial(whole_weights, engine)
+    batcher = share_rows(batcher, engine.module, config.sequence_parallel_size)
     parts = drawing, batcher, inputs.stream, rewarder, client, local_reference
     rounds = Rounds(config, engine.module, *parts, weights_to_draw)
     progress = Progress(config.beta, config.entropy_coef, reference=first_reference)

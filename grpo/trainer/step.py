@@ -50,12 +50,16 @@ def update(
     """
     samples, _ = split_masked(samples, config)
     high_entropy = None
+    if batcher.ranks is not None and config.beta > 0:  # each of them needs the others' log-probs
+        with clock("wait_ref"):
+            wait_together(samples, requests)
     if config.top_entropy_quantile < 1:
         with clock("old_logprobs"):
             _, entropies = policy_logprobs(engine.module, samples, config, batcher, with_entropy=True)
-        high_entropy = _highest(entropies, config.top_entropy_quantile)
+        high_entropy, _ = _of_row_ranks(_highest(entropies, config.top_entropy_quantile), batcher)
+    samples, _ = _of_row_ranks(samples, batcher)
     micro_batches = batcher.cut(_sequences(samples), config.micro_batch_tokens)
-    size = _whole_step(samples, high_entropy, engine.module.device)
+    size = _whole_step(samples, high_entropy, batcher, engine.module.device)
     if size.tokens == 0:
         return {}  # zero gradients would still let AdamW's momentum and weight decay move the weights
     micro_batches = _as_many_on_every_rank(micro_batches)
@@ -78,7 +82,7 @@ def update(
         engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
     for sample, logprobs in step.by_sample(step.old_logprobs) if step.old_logprobs else ():
         sample.old_logprobs = logprobs.numpy()
-    return step.stats()
+    return step.stats() if batcher.ranks is None or batcher.ranks.rank == 0 else {}  # the others' are the same
 
 
 @dataclass
@@ -189,6 +193,16 @@ def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -
             sample.ref_logprobs = sample.of_drawn(requests[sample.group_id].result()[sample.place])
 
 
+def wait_together(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
+    """Do so on all ranks. Raises ServersLost on every rank if a request of any failed."""
+    lost = None
+    try:
+        wait_for_reference(samples, requests)
+    except ServerError as error:
+        lost = error
+    raise_together(lost, ServersLost)
+
+
 def split_masked(samples: Sequence[Sample], config: LossSection) -> tuple[list[Sample], list[Sample]]:
     """Split the samples into those that an update trains on and those that mask_truncated_completions leaves out."""
     trained = [sample for sample in samples if sample.finished or not config.mask_truncated_completions]
@@ -202,6 +216,7 @@ def policy_logprobs(
     """Return the model's log-probs of each sample, and its entropies on request: float32 [sample.tokens], bit for bit
     those of an update on the same samples: in bfloat16 another cut into micro-batches rounds differently. All ranks
     call it together."""
+    samples, mine = _of_row_ranks(samples, batcher)
     logprobs = [np.zeros(0, np.float32)] * len(samples)
     entropies = list(logprobs)
     for indices in _as_many_on_every_rank(batcher.cut(_sequences(samples), config.micro_batch_tokens)):
@@ -212,7 +227,7 @@ def policy_logprobs(
         for result, values in zip((logprobs, entropies), computed, strict=True) if any(lengths) else ():
             for index, part in zip(indices, values.cpu().split(lengths), strict=True) if values is not None else ():
                 result[index] = part.numpy()
-    return logprobs, entropies
+    return logprobs[mine], entropies[mine]
 
 
 @torch.no_grad()
@@ -234,6 +249,11 @@ def _as_many_on_every_rank(micro_batches: list[list[int]]) -> list[list[int]]:
     """Add empty micro-batches, in which a filler is computed: ZeRO-2 reduces gradients in every backward pass, and
     ZeRO-3 gathers weights in every pass, so that all ranks do equally many."""
     return micro_batches + [[]] * (max(gather(len(micro_batches))) - len(micro_batches))
+
+
+def _of_row_ranks(values: list, batcher: Batcher) -> tuple[list, slice]:
+    """Return the values of all ranks that share rows with this one, and which are its own."""
+    return (values, slice(None)) if batcher.ranks is None else batcher.ranks.gather(values)
 
 
 def _filler() -> list[Sample]:
@@ -271,10 +291,14 @@ def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
     return [values >= threshold for values in entropies]
 
 
-def _whole_step(samples: Sequence[Sample], high_entropy: list[np.ndarray] | None, device: torch.device) -> StepSize:
+def _whole_step(
+    samples: Sequence[Sample], high_entropy: list[np.ndarray] | None, batcher: Batcher, device: torch.device
+) -> StepSize:
     """Return the step's size over all ranks."""
     tokens = sum(sample.tokens for sample in samples)
     high = tokens if high_entropy is None else sum(int(marks.sum()) for marks in high_entropy)
     sums = torch.tensor([len(samples), tokens, high], device=device)
     dist.all_reduce(sums)
+    if batcher.ranks is not None:
+        sums //= batcher.ranks.size  # they have the same samples
     return StepSize(*sums.tolist())

@@ -238,6 +238,21 @@ def test_so_it_is_where_ranks_share_out_the_weights(model_folder, tmp_path, expe
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("ranks, size, stage, recomputes", [(2, 2, 2, True), (4, 2, 3, True), (4, 4, 2, False)])
+def test_so_it_is_where_ranks_share_rows(model_folder, tmp_path, expected, few, ranks, size, stage, recomputes):
+    """Groups of two ranks, and one of four with two key heads; some ranks have next to nothing to predict."""
+    numbers = few(range(1, len(CASES), 2), 12)
+    engine = {"sequence_parallel_size": size, "gradient_checkpointing": recomputes}
+    if stage == 3:
+        engine["deepspeed"] = in_layers(ON_CARDS, tmp_path)
+    cases = [worker_case(number, ranks, **engine) | {"padded": False} for number in numbers]
+    cases[1] |= {"spoiled": (11, float("nan"))}
+    for number, result in zip(numbers, run(ranks, model_folder, tmp_path, cases), strict=True):
+        check(number, result, *expected(number))
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shared_out", [False, True])
 def test_experts_are_balanced_over_the_whole_step(tmp_path, shared_out):
     """Three ranks, one with nothing but a masked completion: the loss of all tokens at once, added with its weight."""
