@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
+from grpo.config.errors import rank_count
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Sample
 from grpo.model.activations import checkpoint_activations
 from grpo.model.memory import LiveTensors, total
-from grpo.model.trial import make_batcher
+from grpo.model.trial import make_batcher, share_rows
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
@@ -84,8 +85,9 @@ def run(case: dict, folder: str) -> dict:
     settings["zero_optimization"] |= {"reduce_bucket_size": 500_000} | more.pop("zero_optimization", {})
     path = Path(folder) / "ds_config.json"
     path.write_text(json.dumps(settings | more))
-    sizes = dict(max_prompt_length=PROMPT, max_completion_length=COMPLETION, num_generations=8, prompts_per_step=4)
-    config = TrainerConfig(sequences_per_generate=16, beta=0.0, eval_steps=0, deepspeed=str(path), **sizes, **case)
+    sizes = dict(max_prompt_length=PROMPT, max_completion_length=COMPLETION, num_generations=8)
+    sizes |= dict(sequences_per_generate=16, prompts_per_step=4 * rank_count())
+    config = TrainerConfig(beta=0.0, eval_steps=0, deepspeed=str(path), **sizes, **case)
     _, ranks, device, _ = join_ranks(config)
     ds_config = engine_config(config, ranks, device)
     shape, dtype, draw = qwen(4, 512, **SHAPE), getattr(torch, config.dtype), random.Random(0)
@@ -102,6 +104,7 @@ def run(case: dict, folder: str) -> dict:
             checkpoint_activations(model)
         batcher = make_batcher(model, 0)
         engine, _ = start_engine(config, ds_config, model)
+        batcher = share_rows(batcher, engine.module, config.sequence_parallel_size)
         arguments = engine.module, Tokenizer(), [2], COMPLETION, config.sequences_per_generate
         sampler = LocalSampler(*arguments)
         if config.sampler == "continuous":

@@ -34,8 +34,7 @@ from grpo.data.records import Sample
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
-from grpo.model.shared_rows import share_rows
-from grpo.model.trial import make_batcher
+from grpo.model.trial import make_batcher, share_rows
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats
 from grpo.trainer import deepspeed_engine

@@ -109,6 +109,7 @@ KINDS = {
     "full": {},
     "reference updates": {"ref_update_steps": 4, "ref_mixup_alpha": 0.6},
     "LoRA": {"use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear", "learning_rate": 1e-2},
+    "shared rows": {"sequence_parallel_size": 2},
 }
 
 

@@ -128,7 +128,7 @@ class TrainingSection(Section):
     def check_ranks(self, world_size: int) -> None:
         """Raise ConfigError if the ranks cannot share prompts_per_step equally, or sequences."""
         is_shared = world_size % self.sequence_parallel_size == 0
-        self.check(is_shared, sequence_parallel_size=f"{world_size} ranks are no multiple of it: use another number")
+        self.check(is_shared, sequence_parallel_size=f"{world_size} ranks form no groups of so many: use another")
         if self.prompts_per_step is None:
             return  # it will fit
         rest = self.prompts_per_step % world_size

@@ -45,6 +45,7 @@ _INSTEAD = {
     "use ref_update_steps": "sync_ref_model ref_model_sync_steps",
     "use sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
     "use gradient_checkpointing": "activation_checkpointing",
+    "use sequence_parallel_size": "ulysses_sequence_parallel_size ulysses_size",
     "use output_dir": "save_checkpoint_path",
     "use output_dir, whose last part names the run": "run_name experiment_name",
     "use resume_from_checkpoint": "load_checkpoint_path",

@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from grpo.model.shared_rows import RowParts, RowRanks
 from grpo.wire.picture_files import PicturedPrompt, key_of
 
 if TYPE_CHECKING:
     from grpo.model.pictures import Vision
-    from grpo.model.shared_rows import RowParts, RowRanks
 
 Ids = Sequence[int] | np.ndarray  # token ids; of a prompt with pictures a PicturedPrompt
 Sequences = Sequence[tuple[Ids, Ids]]  # of each the prompt's ids and the completion's
@@ -122,7 +123,7 @@ class Batcher:
         else:
             layout = _padded(sequences, self.pad_token_id, self.vision)
         batch = _batch(sequences, predicted, layout, self.vision, device)
-        return batch if self.ranks is None else self.ranks.part_of(batch)
+        return batch if self.ranks is None else _part(batch, self.ranks)
 
 
 def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: Device) -> Batch:
@@ -246,6 +247,24 @@ def _batch(
         *(torch.from_numpy(values).to(device) for values in arrays),
         {name: value.to(device) for name, value in pictures.items()},
         torch.from_numpy(outside.nonzero()[0]).to(device) if outside.any() else None,
+    )
+
+
+def _part(batch: Batch, ranks: RowRanks) -> Batch:
+    """Return this rank's part of a packed row. The row gets a prompt at its end if ranks cannot share it equally."""
+    tokens = batch.input_ids.shape[1]
+    share = -(-tokens // ranks.size)
+    rest = share * ranks.size - tokens
+    ids, positions = (F.pad(values, (0, rest)).chunk(ranks.size, 1) for values in (batch.input_ids, batch.position_ids))
+    rank_of = batch.predicts // share
+    mine = (rank_of == ranks.rank).nonzero()[:, 0]
+    return Batch(
+        ids[ranks.rank],
+        positions[ranks.rank],
+        Tree([*batch.tree.groups, (rest, [])], [*batch.tree.blocks, None]) if rest else batch.tree,
+        batch.predicts[mine] - ranks.rank * share,
+        batch.targets[mine],
+        parts=RowParts(ranks, rank_of.bincount(minlength=ranks.size).tolist(), rank_of.argsort(stable=True).argsort()),
     )
 
 

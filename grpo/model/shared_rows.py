@@ -10,7 +10,7 @@ tokens without an error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,12 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from grpo.config.errors import require
-from grpo.model.logprobs import token_logprobs
-from grpo.model.packing import Batch, Batcher, Tree
-from grpo.model.trial import SAME, distance, trial_sequences
 
 
 @dataclass(frozen=True)
@@ -50,28 +44,6 @@ class RowRanks:
         parts[self.rank] = values
         begin = sum(map(len, parts[: self.rank]))
         return [*chain(*parts)], slice(begin, begin + len(values))
-
-    def part_of(self, batch: Batch) -> Batch:
-        """Return this rank's part of a packed row. The row gets a prompt at its end if the ranks cannot share it
-        equally."""
-        tokens = batch.input_ids.shape[1]
-        share = -(-tokens // self.size)
-        rest = share * self.size - tokens
-        tree = Tree([*batch.tree.groups, (rest, [])], [*batch.tree.blocks, None]) if rest else batch.tree
-        part = slice(self.rank * share, (self.rank + 1) * share)
-        ids, positions = (F.pad(values, (0, rest))[:, part] for values in (batch.input_ids, batch.position_ids))
-        rank_of = batch.predicts // share
-        mine = (rank_of == self.rank).nonzero()[:, 0]
-        counts = rank_of.bincount(minlength=self.size).tolist()
-        return replace(
-            batch,
-            input_ids=ids,
-            position_ids=positions,
-            tree=tree,
-            predicts=batch.predicts[mine] - part.start,
-            targets=batch.targets[mine],
-            parts=RowParts(self, counts, rank_of.argsort(stable=True).argsort()),
-        )
 
 
 @dataclass(frozen=True)
@@ -122,37 +94,3 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient.narrow(0, *ctx.place), None, None
-
-
-def check_heads(config: PreTrainedConfig, ranks: int) -> None:
-    """Raise ConfigError if so many ranks cannot share the attention heads."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    fits = heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
-    reason = f"the model has {heads} attention heads and {keys} key heads, which so many ranks cannot share equally"
-    require(fits, "sequence_parallel_size", ranks, f"{reason}: use another number")
-
-
-@torch.no_grad()
-def share_rows(batcher: Batcher, model: PreTrainedModel, size: int) -> Batcher:
-    """Return a batcher whose rows `size` ranks share. Raises ConfigError if the model does not allow it. All ranks call
-    it together."""
-    if size == 1:
-        return batcher
-
-    def refuse_unless(works: bool, reason: str) -> None:
-        require(works, "sequence_parallel_size", size, f"{type(model).__name__} {reason}: leave it out")
-
-    refuse_unless(batcher.vision is None, "takes pictures, whose pieces are not shared out")
-    refuse_unless(batcher.packs, "takes no packed batches")
-    shared = replace(batcher, ranks=RowRanks.of(size))
-    rows, others = trial_sequences(model), trial_sequences(model, prompts_at=5)
-    in_parts, whole, moved = (
-        token_logprobs(model, of.make(sequences, model.device), 1.0)[0]
-        for of, sequences in ((shared, rows), (batcher, rows), (batcher, others))
-    )
-    difference = distance(in_parts, whole)
-    same = 1e-4 if model.dtype == torch.float32 else SAME * distance(moved, whole)
-    refuse_unless(difference <= same, f"gives other log-probs in shared rows (by {difference:.1e} on average)")
-    return shared

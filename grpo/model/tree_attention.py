@@ -7,13 +7,10 @@ layers with a window (`sliding_window`) a token sees so many of these tokens: it
 With a `shared_cache` the keys and values of packed prompts are kept, and later passes draw from them token by token.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from inspect import signature
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo.model.packing import Tree
 from grpo.model.shared_cache import Scoring, SharedCache
-
-if TYPE_CHECKING:
-    from grpo.model.shared_rows import RowParts
+from grpo.model.shared_rows import RowParts
 
 ROWS = 256  # queries of one call: few scores are computed for nothing, and its mask is small
 _PREFIX = "grpo_packed_"

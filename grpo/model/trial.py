@@ -18,7 +18,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from grpo.config.errors import ConfigError, one_line, require
 from grpo.model.devices import is_out_of_memory
@@ -26,6 +26,7 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids
 from grpo.model.pictures import PictureProcessor, Vision
 from grpo.model.sharded import shape_of
+from grpo.model.shared_rows import RowRanks
 from grpo.model.tree_attention import switch_off, switch_on, variants_for
 
 log = logging.getLogger(__name__)
@@ -177,6 +178,40 @@ def _choose_batcher(model: PreTrainedModel, pad_token_id: int, vision: Vision | 
     level = logging.WARNING if variants and model.device.type != "cpu" else logging.INFO
     log.log(level, "log-probs in padded batches, which compute each completion's prompt again: %s %s", name, reason)
     return Batcher(pad_token_id, packs=False, vision=vision)
+
+
+def check_heads(config: PreTrainedConfig, ranks: int) -> None:
+    """Raise ConfigError if so many ranks cannot share the attention heads."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    fits = heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+    reason = f"the model has {heads} attention heads and {keys} key heads, which so many ranks cannot share equally"
+    require(fits, "sequence_parallel_size", ranks, f"{reason}: use another number")
+
+
+@torch.no_grad()
+def share_rows(batcher: Batcher, model: PreTrainedModel, size: int) -> Batcher:
+    """Return a batcher whose rows `size` ranks share. Raises ConfigError if the model does not allow it. All ranks call
+    it together."""
+    if size == 1:
+        return batcher
+
+    def refuse_unless(works: bool, reason: str) -> None:
+        require(works, "sequence_parallel_size", size, f"{type(model).__name__} {reason}: leave it out")
+
+    refuse_unless(batcher.vision is None, "takes pictures, whose pieces are not shared out")
+    refuse_unless(batcher.packs, "takes no packed batches")
+    shared = replace(batcher, ranks=RowRanks.of(size))
+    rows, others = trial_sequences(model), trial_sequences(model, prompts_at=5)
+    in_parts, whole, moved = (
+        token_logprobs(model, of.make(sequences, model.device), 1.0)[0]
+        for of, sequences in ((shared, rows), (batcher, rows), (batcher, others))
+    )
+    difference = distance(in_parts, whole)
+    same = 1e-4 if model.dtype == torch.float32 else SAME * distance(moved, whole)
+    refuse_unless(difference <= same, f"gives other log-probs in shared rows (by {difference:.1e} on average)")
+    return shared
 
 
 def never_packed(model: PreTrainedModel) -> str:

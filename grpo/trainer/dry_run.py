@@ -175,9 +175,11 @@ def _describe_step(work: RankWork, inputs: Inputs) -> list[str]:
     config, generations = work.config, work.config.num_generations
     longest_completion = config.max_completion_length
     mean = sum(len(example.prompt_ids) for example in inputs.examples) / len(inputs.examples)
-    full = [([prompt], range(longest_completion)) for prompt in range(work.prompts) for _ in range(generations)]
+    sharing = config.sequence_parallel_size
+    prompts = range(work.prompts * sharing)
+    full = [([prompt], range(longest_completion)) for prompt in prompts for _ in range(generations)]
     full = [([*prompt, *range(work.longest_prompt - 1)], completion) for prompt, completion in full]
-    micro_batches = Batcher(0, packs=True).cut(full, config.micro_batch_tokens)
+    micro_batches = Batcher(0, packs=True).cut(full, config.micro_batch_tokens * sharing)
     completions = work.prompts * config.steps_per_generation * config.draws
     at_once = f"{min(config.sequences_per_generate, completions)} at a time"
     drawn = "which workers draw" if config.sampler == "pool" else at_once
@@ -190,7 +192,8 @@ def _describe_step(work: RankWork, inputs: Inputs) -> list[str]:
         f"  tokens         {work.prompts * work.group:,} at most, a shared prompt once",
         f"                 {work.prompts * (mean + generations * longest_completion):,.0f} with prompts of "
         "mean length and all completions at full length",
-        f"  micro-batches  {len(micro_batches)} at most, of {work.tokens:,} tokens at most",
+        f"  micro-batches  {len(micro_batches)} at most, of {work.tokens:,} tokens at most"
+        + (f" on each of the {sharing} ranks that share them" if sharing > 1 else ""),
     ]
 
 

@@ -15,8 +15,7 @@ from grpo.model.lora import LocalReference, put_adapter, train_adapter
 from grpo.model.memory import on_meta
 from grpo.model.packing import Batcher
 from grpo.model.pictures import freeze_vision_tower
-from grpo.model.shared_rows import check_heads
-from grpo.model.trial import make_batcher
+from grpo.model.trial import check_heads, make_batcher
 from grpo.run.preflight import check_alike
 from grpo.sampling.sampler import Sampler
 from grpo.sampling.self_check import make_sampler

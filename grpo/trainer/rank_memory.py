@@ -76,7 +76,8 @@ class RankWork:
     @property
     def tokens(self) -> int:
         """the tokens of a micro-batch; a sequence that is longer than the budget goes alone"""
-        return min(max(self.config.micro_batch_tokens, self.sequence), self.prompts * self.group)
+        of_sequence = -(-self.sequence // self.config.sequence_parallel_size)
+        return min(max(self.config.micro_batch_tokens, of_sequence), self.prompts * self.group)
 
     def pictures(self, prompts: int) -> memory.Pictures | None:
         return memory.Pictures(self.processor, self.pictured, prompts) if self.pictured is not None else None
@@ -159,8 +160,13 @@ def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memo
     gradient = model.dtype.itemsize * head.numel() if head.requires_grad else 0
     # A key of a prompt is laid out before each of its completions too.
     copies = (work.longest_prompt + config.num_generations * work.sequence) / work.group
+    ranks, (queries, keys), exchanged = config.sequence_parallel_size, memory.attention_widths(model), 0
+    if ranks > 1:  # queries, keys and values on both sides; the result, as it goes and as it comes
+        copies *= max(1.0, ranks / (keys / (queries / model.config.get_text_config().num_attention_heads)))
+        exchanged = model.dtype.itemsize * work.tokens * (4 * queries + 2 * keys)
     size = work.tokens, work.sequence, device_type, copies
     return {
+        "exchanged heads": exchanged,
         "activations": memory.activations(model, *size, backward=True, pictures=pictures),
         "head's gradient": gradient,  # until the embeddings' is there, if tied
         **memory.beside_products(model, config.quantization, work.tokens),

@@ -16,7 +16,7 @@ from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.packing import Batcher
-from grpo.model.shared_rows import share_rows
+from grpo.model.trial import share_rows
 from grpo.pool.client import PoolClient, Retrier
 from grpo.rewards.compute import start_rewards
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress

@@ -211,6 +211,15 @@ def test_a_batch_that_ranks_cannot_share_is_refused(monkeypatch, refused, ranks,
     assert sentence in refused(TrainerConfig, "--prompts_per_step", "56")
 
 
+def test_ranks_that_cannot_share_rows_are_refused(monkeypatch, refused):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert trainer("--sequence_parallel_size", "2").sequence_parallel_size == 2
+    sentence = "sequence_parallel_size=3: 4 ranks form no groups of so many: use another"
+    assert sentence in refused(TrainerConfig, "--sequence_parallel_size", "3")
+    sentence = "sequence_parallel_size=2: router_aux_loss_coef needs whole sequences on each rank: use 1"
+    assert sentence in refused(TrainerConfig, "--sequence_parallel_size", "2", "--router_aux_loss_coef", "0.1")
+
+
 def test_an_unset_learning_rate_is_ten_times_as_large_for_an_adapter_and_kept_by_a_run_that_goes_on(tmp_path):
     assert trainer().learning_rate == 1e-6 and trainer("--use_peft").learning_rate == 1e-5
     write_config(trainer("--use_peft", "--learning_rate", "3e-6"), tmp_path / "config.yaml")

@@ -94,11 +94,25 @@ def test_a_copy_of_the_first_weights_is_the_servers_reference_also_after_a_kill(
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
 
 
+@pytest.mark.rare
+def test_ranks_that_share_rows_from_a_checkpoint_on_train_as_those_that_do_not(resumable, undisturbed, tmp_path):
+    with resumable() as (words, _):
+        with training(2, words, *killed_at("grpo.run.checkpoints:Checkpoints.save:after:2")) as process:
+            process.communicate(timeout=120)
+        finish(2, [*words, "--sequence_parallel_size=2"])
+    rows = zip(timeless(tmp_path / "run"), timeless(undisturbed(2, "full")), strict=True)
+    for row, expected in itertools.islice(rows, 1, None):
+        assert row.keys() == expected.keys()
+        for name, value in expected.items():
+            assert row[name] == (value if value is None else pytest.approx(value, rel=1e-3, abs=1e-6)), name
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5), (2, "sharded", 5)]
+    "ranks, kind, kills",
+    [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5), (2, "sharded", 5), (2, "shared rows", 5)],
 )
 def test_killed_at_any_moment_it_ends_with_the_same_weights(ranks, kind, kills, resumable, undisturbed, tmp_path, few):
     expected, run, killed = undisturbed(ranks, kind), tmp_path / "run", 0

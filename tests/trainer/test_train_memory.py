@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import REPOSITORY, run_python
+from conftest import REPOSITORY
 from scripted_turns import Scripted
 from sharded import ON_CARDS, ON_HOST
+from trainer_runs import run_ranks
 
 from benchmarks.common import LARGE_SHAPES, SHAPES, qwen, random_model
 from benchmarks.memory import on_meta
@@ -213,15 +214,23 @@ LIVE = {
     "shared out": PLAIN | SHARED,
     "shared out, offloaded": PLAIN | SHARED_OFFLOADED,
 }
+LIVE_ON_TWO = {
+    "shared rows": PLAIN | {"sequence_parallel_size": 2},
+    "shared rows, shared out": PLAIN | SHARED | {"sequence_parallel_size": 2},
+}
 
 
 @pytest.mark.slow
-def test_what_tensors_really_hold_is_near_the_prediction(few):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_tensors_really_hold_is_near_the_prediction(few, ranks):
     """In a rank that samples and updates twice with DeepSpeed's engine, each storage counted while it is there."""
-    names = few(list(LIVE), 2)
-    done = run_python("tests/live_tensors.py", json.dumps([LIVE[name] for name in names]))
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, measured in zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    cases = LIVE if ranks == 1 else LIVE_ON_TWO
+    names = few(list(cases), 2)
+    done = run_ranks(ranks, "tests/live_tensors.py", json.dumps([cases[name] for name in names]))
+    assert done.returncode == 0, done.stdout[-3000:]
+    results = next(line for line in done.stdout.splitlines() if line.startswith('[{"sampling"'))
+    for name, measured in zip(names, json.loads(results), strict=True):
         predicted = measured["predicted"]
         print(name, {phase: round(predicted[phase] / measured[phase], 3) for phase in predicted})
         # Rotary frequencies are not counted; the margin is not in.
