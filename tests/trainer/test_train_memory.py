@@ -174,6 +174,9 @@ def test_what_readme_promises_fits(shape, ranks, options, monkeypatch):
 
 LONE = ["--prompts_per_step=8", "--beta=0", "--max_completion_length=1024"]
 BY_WORKERS = ["--sampler=pool", "--pool=http://box:1", "--eval_steps=0", "--micro_batch_tokens=8192"]
+SHARED_ROWS = [*BY_WORKERS[:3], "--sequence_parallel_size=4", "--max_prompt_length=1024", "--num_generations=4"]
+SHARED_ROWS += ["--tiled_mlp", "--activation_offloading"]
+ALL_LINEAR = ["--use_peft", "--lora_target_modules=all-linear"]
 
 
 @pytest.mark.sampled(1)
@@ -185,10 +188,14 @@ BY_WORKERS = ["--sampler=pool", "--pool=http://box:1", "--eval_steps=0", "--micr
         ("Qwen2.5-32B", 4, 610, ON_HOST, BY_WORKERS),
         ("Qwen2.5-14B", 2, 0, ON_CARDS, [*BY_WORKERS[:3], "--micro_batch_tokens=4096", "--use_peft"]),
         ("Qwen2.5-32B", 2, 61, ON_HOST, [*BY_WORKERS, "--use_peft"]),
+        ("Qwen2.5-7B", 4, 24, ON_CARDS, [*SHARED_ROWS, *ALL_LINEAR, "--max_completion_length=130048"]),
+        ("Qwen2.5-7B", 4, 49, ON_CARDS, [*SHARED_ROWS, *ALL_LINEAR, "--max_completion_length=261120"]),
+        ("Qwen2.5-7B", 4, 191, ON_HOST, [*SHARED_ROWS, "--max_completion_length=261120"]),
     ],
 )
 def test_what_the_page_on_larger_models_promises_fits_cards_of_24_gb(shape, ranks, gib, file, options, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     config = parse_arguments(TrainerConfig, "", [f"--deepspeed={file}", *LONE, *options])
     model = on_meta(qwen(**LARGE_SHAPES[shape]), torch.bfloat16).eval()
     make_trainable(model, config)
