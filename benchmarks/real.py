@@ -77,7 +77,7 @@ def measure(folder: Path) -> dict:
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     config = yaml.safe_load((folder / "run/config.yaml").read_text())
-    started = json.loads((folder / "run/starts.jsonl").read_text())["time"]
+    started = json.loads((folder / "run/starts.jsonl").read_text().splitlines()[0])["time"]
     return {
         "seconds": [row["step_time"] for row in steps],
         "tokens": [drawn_tokens(row, config) for row in steps],
