@@ -12,7 +12,7 @@ packed      what the start-up trial chooses; packed batches, each prompt once, b
 memory      peaks of sampling, backward pass and AdamW's step beside the formula of `--dry_run`.
 generate    milliseconds a token of the trainer's samplers (its decode loop with CUDA graphs and without, transformers'
             generate), prompts of several lengths, beside reading the weights.
-ranks       an all-reduce between two cards, where there are two.
+ranks       an all-reduce and an exchange of heads between two cards, where there are two.
 train       ref_server.py and grpo_ref_split.py together on the card: simple_GRPO's 60 steps, its published time beside.
 
 bash benchmarks/real.sh runs four more (benchmarks/gpu_real.py): sums, what make demo-real trains; fits, the settings
@@ -320,7 +320,7 @@ def ranks(tiny: bool, clock: Clock, tables: Tables) -> None:
         for process in processes:  # ranks that wait for each other would keep the cards
             process.kill()
             process.wait()
-    tables.head("all-reduce of 2 ranks, MB", "ms", "GB/s")
+    tables.head("2 ranks", "MB", "ms", "GB/s")
     for line in times.splitlines():
         tables.row(*line.split())
 
