@@ -24,7 +24,7 @@ from grpo.config.errors import ConfigError, one_line, require
 from grpo.model.devices import is_out_of_memory
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids
-from grpo.model.pictures import PictureProcessor, Vision
+from grpo.model.pictures import PictureProcessor, Vision, takes_pictures
 from grpo.model.sharded import shape_of
 from grpo.model.shared_rows import RowRanks
 from grpo.model.tree_attention import switch_off, switch_on, variants_for
@@ -180,14 +180,16 @@ def _choose_batcher(model: PreTrainedModel, pad_token_id: int, vision: Vision | 
     return Batcher(pad_token_id, packs=False, vision=vision)
 
 
-def check_heads(config: PreTrainedConfig, ranks: int) -> None:
-    """Raise ConfigError if so many ranks cannot share the attention heads."""
+def check_shares(config: PreTrainedConfig, ranks: int) -> None:
+    """Raise ConfigError if so many ranks cannot share rows of the model."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
     fits = heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
     reason = f"the model has {heads} attention heads and {keys} key heads, which so many ranks cannot share equally"
     require(fits, "sequence_parallel_size", ranks, f"{reason}: use another number")
+    reason = "the model takes pictures, whose pieces are not shared out"
+    require(not takes_pictures(config), "sequence_parallel_size", ranks, f"{reason}: leave it out")
 
 
 @torch.no_grad()
@@ -196,12 +198,8 @@ def share_rows(batcher: Batcher, model: PreTrainedModel, size: int) -> Batcher:
     it together."""
     if size == 1:
         return batcher
-
-    def refuse_unless(works: bool, reason: str) -> None:
-        require(works, "sequence_parallel_size", size, f"{type(model).__name__} {reason}: leave it out")
-
-    refuse_unless(batcher.vision is None, "takes pictures, whose pieces are not shared out")
-    refuse_unless(batcher.packs, "takes no packed batches")
+    setting, name = ("sequence_parallel_size", size), type(model).__name__
+    require(batcher.packs, *setting, f"{name} takes no packed batches: leave it out")
     shared = replace(batcher, ranks=RowRanks.of(size))
     rows, others = trial_sequences(model), trial_sequences(model, prompts_at=5)
     in_parts, whole, moved = (
@@ -210,7 +208,8 @@ def share_rows(batcher: Batcher, model: PreTrainedModel, size: int) -> Batcher:
     )
     difference = distance(in_parts, whole)
     same = 1e-4 if model.dtype == torch.float32 else SAME * distance(moved, whole)
-    refuse_unless(difference <= same, f"gives other log-probs in shared rows (by {difference:.1e} on average)")
+    reason = f"{name} gives other log-probs in shared rows (by {difference:.1e} on average)"
+    require(difference <= same, *setting, f"{reason}: leave it out")
     return shared
 
 

@@ -15,7 +15,7 @@ from grpo.model.lora import LocalReference, put_adapter, train_adapter
 from grpo.model.memory import on_meta
 from grpo.model.packing import Batcher
 from grpo.model.pictures import freeze_vision_tower
-from grpo.model.trial import check_heads, make_batcher
+from grpo.model.trial import check_shares, make_batcher
 from grpo.run.preflight import check_alike
 from grpo.sampling.sampler import Sampler
 from grpo.sampling.self_check import make_sampler
@@ -46,11 +46,11 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _check_model(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Raise ConfigError if the model has not what settings need."""
+    """Raise ConfigError if the model lacks what settings need."""
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
     if config.sequence_parallel_size > 1:
-        check_heads(model.config, config.sequence_parallel_size)
+        check_shares(model.config, config.sequence_parallel_size)
 
 
 def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> LocalReference | None:

@@ -162,7 +162,8 @@ def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memo
     copies = (work.longest_prompt + config.num_generations * work.sequence) / work.group
     ranks, (queries, keys), exchanged = config.sequence_parallel_size, memory.attention_widths(model), 0
     if ranks > 1:  # queries, keys and values on both sides; the result, as it goes and as it comes
-        copies *= max(1.0, ranks / (keys / (queries / model.config.get_text_config().num_attention_heads)))
+        heads = model.config.get_text_config().num_attention_heads
+        copies *= max(1.0, ranks * queries / (keys * heads))  # a rank has at least one key head
         exchanged = model.dtype.itemsize * work.tokens * (4 * queries + 2 * keys)
     size = work.tokens, work.sequence, device_type, copies
     return {

@@ -19,6 +19,7 @@ from transformers import (
     Phi3Config,
     PhimoeConfig,
     PreTrainedModel,
+    Qwen2VLConfig,
     Qwen3NextConfig,
     RwkvConfig,
 )
@@ -32,7 +33,7 @@ from grpo.model.load import check_lengths, load_model, longest_sequence
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.tree_attention import switch_on
-from grpo.model.trial import check_heads, make_batcher, share_rows
+from grpo.model.trial import check_shares, make_batcher, share_rows
 from grpo.sampling.self_check import make_sampler
 
 LONGROPE = {
@@ -261,8 +262,10 @@ def test_an_indexed_attention_is_used_as_far_as_it_sees_everything():
 def test_ranks_share_the_rows_of_no_model_whose_heads_or_batches_cannot_be_shared():
     config = LlamaConfig(num_attention_heads=8, num_key_value_heads=4)
     for ranks in (1, 2, 4, 8):
-        check_heads(config, ranks)
+        check_shares(config, ranks)
     with pytest.raises(ConfigError, match="^sequence_parallel_size=3: the model has 8 attention heads and 4 key heads"):
-        check_heads(config, 3)
+        check_shares(config, 3)
+    with pytest.raises(ConfigError, match="^sequence_parallel_size=2: the model takes pictures"):
+        check_shares(Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]), 2)
     with pytest.raises(ConfigError, match="^sequence_parallel_size=2: .* takes no packed batches: leave it out"):
         share_rows(Batcher(0, packs=False), build(LlamaConfig(**SMALL)), 2)
