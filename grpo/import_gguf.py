@@ -4,7 +4,7 @@
     grpo launch --model_name_or_path smollm2
 
 The folder has the weights in float32, config.json and the tokenizer with its chat template. Quantized weights have lost
-digits: where the model's own folder or hub id is at hand, train that. Needs the package gguf.
+digits: where the model's own folder or hub id is at hand, train that. Needs the packages gguf and accelerate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def import_gguf(path: Path, folder: Path) -> None:
     require(path.is_file(), "file", str(path), "there is no such file: correct the path")
     require(not folder.exists(), "folder", str(folder), "it exists already: name another folder, or delete it")
     check_writable("folder", folder)
-    require_packages("file", str(path), "gguf")
+    require_packages("file", str(path), "gguf", "accelerate")
     with refuse_unloadable("file", str(path), "name a GGUF file of an architecture that transformers knows"):
         tokenizer, model = load_tokenizer(path), load_weights(path)
     tokenizer.model_max_length = model.config.max_position_embeddings
