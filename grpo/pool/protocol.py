@@ -127,9 +127,10 @@ class GroupResult:
 class Probe:
     """A sequence with the trainer's own log-probs, by which a worker proves that its engine has a version."""
 
-    prompt_ids: list[int]
+    prompt_ids: list[int] | PicturedPrompt
     completion_ids: list[int]
     logprobs: list[float]  # of each completion id at temperature 1
+    pictures: tuple[str, ...] = ()  # as of a Task
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,15 @@ class Version:
     delta: str | None  # SHA-256 of the delta (grpo/pool/delta.py), a file that the pool holds
     probe: Probe
 
+    def to_fields(self) -> dict[str, Any]:
+        """Return the JSON object, without pictures where there are none, as older releases expect."""
+        content = asdict(self)
+        if not self.probe.pictures:
+            del content["probe"]["pictures"]
+        return content
+
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self.to_fields()).encode()
 
     @classmethod
     def of_fields(cls, content: dict[str, Any]) -> Version:
@@ -166,7 +174,11 @@ class Version:
         numbers = isinstance(probe.logprobs, list) and all(map(fields.is_number, probe.logprobs))
         if not numbers or len(probe.logprobs) != len(ids[1]):
             raise malformed("probe: send one finite log-prob for each of completion_ids")
-        return replace(version, probe=probe)
+        if not isinstance(probe.pictures, list | tuple):
+            raise malformed("probe: send pictures as a list")
+        for sha256 in probe.pictures:
+            fields.check_hex("pictures", sha256, 64)
+        return replace(version, probe=replace(probe, pictures=tuple(probe.pictures)))
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def _version(info: bytes) -> Version:
 
 
 def _files_of(version: Version) -> list[str]:
-    return [version.sha256] * version.whole + ([version.delta] if version.delta else [])
+    return [version.sha256] * version.whole + ([version.delta] if version.delta else []) + [*version.probe.pictures]
 
 
 def _open(place: str, on_damage: Callable[[ConfigError], None]) -> Database:

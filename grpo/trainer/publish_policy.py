@@ -42,6 +42,7 @@ from grpo.pool.protocol import ADAPTER, MOST_TASKS, Probe, RunInfo, Version
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.folder import SaveError
 from grpo.tools.dialogue import UserResponder
+from grpo.wire.picture_files import pictures_of
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,12 @@ class PolicyCopy:
         ids = [draw.randrange(self.vocab_size) for _ in range(sum(_PROBE))][: longest_sequence(self.model.config)]
         prompt = min(_PROBE[0], len(ids) - 1)
         self._ids = ids[:prompt], ids[prompt:]
+        if self.batcher.vision is not None:  # text alone would not tell two versions of the vision tower apart
+            # An id that belongs to pictures would be taken for another one.
+            special = {value for name, value in vars(self.model.config).items() if name.endswith("token_id")}
+            of_prompt, of_completion = ([token for token in part if token not in special] for part in self._ids)
+            self._ids = self.batcher.vision.trial_prompt(1, of_prompt, seed=0), of_completion
+        self.pictures = {hashlib.sha256(file).hexdigest(): file for file in pictures_of(self._ids[0])}
 
     def take(self) -> None:
         """Copy the policy as it is: it may change then. All ranks that have one call it together."""
@@ -80,7 +87,8 @@ class PolicyCopy:
         prompt, completion = self._ids
         logprobs, _ = token_logprobs(self.model, self.batcher.make([self._ids], self.model.device), temperature=1.0)
         # Short numbers: every worker reads the probes of all versions, each time.
-        return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
+        rounded = [round(logprob, 6) for logprob in logprobs.tolist()]
+        return Probe([*prompt], completion, rounded, tuple(self.pictures))
 
 
 @dataclass
@@ -192,6 +200,8 @@ class PolicyPublisher:
         # A pool that was started with an older copy of its file has not got the version before.
         if version.base is not None and known.get(version.base) != self._last.sha256:
             version = replace(version, whole=True, base=None, delta=None)
+        for sha256 in version.probe.pictures:
+            self.client.send_file(self.policy.pictures[sha256], sha256)
         if version.delta is not None:
             self.client.send_file(self._path(version.version).with_suffix(".delta"), version.delta)
         if version.whole:

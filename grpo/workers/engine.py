@@ -49,12 +49,21 @@ class Engine(Protocol):
         """End: any number of times, from any thread, before `start` too. A `draw` ends soon, perhaps by EngineError."""
 
 
+def check_processor(run: RunInfo, fingerprint: str) -> None:
+    """Raise WorkerFailed if what prepares pictures here would make other pixels, or ids, than the trainer's."""
+    if run.processor != fingerprint:
+        reason = f"pictures are prepared otherwise here ({fingerprint or 'not at all'}) than in run {run.name}"
+        raise WorkerFailed(f"{reason} ({run.processor}): take the trainer's versions of transformers and Pillow")
+
+
 def draw_in_turns(
     turns: WorkerTools, run: RunInfo, task: Task, draw_segment: Callable[[list[int], int], Segment]
 ) -> GroupResult:
     """Draw a group whose completions have several segments, each completion in a thread: none waits for another's.
     `draw_segment(ids, room)` draws at most `room` tokens after these ids, up to an eos, and returns their ids,
     log-probs and versions. Raises what it raises, and RewardError where an environment fails."""
+    from grpo.wire.picture_files import with_more  # needs Pillow, which not every engine brings
+
     example, failed = turns.make_example(task), threading.Event()
 
     def draw_completion(place: int) -> list:
@@ -63,7 +72,7 @@ def draw_in_turns(
         dialogue = turns.begin(example, (run.seed + (task.attempt << 32), task.group, place))
         try:
             while not failed.is_set():  # else the group is lost
-                prompt = [*task.prompt_ids, *(token[0] for token in tokens)]
+                prompt = with_more(task.prompt_ids, [token[0] for token in tokens])
                 ids, logprobs, versions = draw_segment(prompt, run.max_completion_length - len(tokens))
                 tokens += [(*token, True) for token in zip(ids, logprobs, versions, strict=True)]
                 future = dialogue.answer(ids, run.max_completion_length - len(tokens))

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -194,7 +195,8 @@ class GenerationWorker:
 
     def _use(self, version: Version) -> None:
         """Load the folder's weights into the engine, and prove them; restart the engine if it fails. Raises
-        WorkerFailed after MOST_RESTARTS."""
+        WorkerFailed after MOST_RESTARTS, and as `with_pictures`."""
+        proof = replace(version, probe=self._model.with_pictures(version.probe))
         while True:
             if self._engine_error is not None:
                 self._restart(self._engine_error)
@@ -209,7 +211,7 @@ class GenerationWorker:
                     self._engine.start(self._run, self._model.path, version.version, self._turns)
                     self._is_started = True
                     log.info("the engine draws on %s, groups at a time: %d", self._engine.card, self._engine.capacity)
-                difference = prove(self._engine, version, dtype_of(self._model.path))
+                difference = prove(self._engine, proof, dtype_of(self._model.path))
                 log.debug("version %d: log-probs differ by %.2g from the trainer's", version.version, difference)
             except EngineError as error:
                 self._engine_error = error

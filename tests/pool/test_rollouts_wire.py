@@ -71,7 +71,10 @@ def test_everything_comes_back_as_it_was_sent():
     assert decode_drawn(encode_drawn([DRAWN, replace(DRAWN, group=6)])) == [DRAWN, replace(DRAWN, group=6)]
     assert decode_drawn(encode_drawn([])) == []
     assert RunInfo.of_json(RUN.to_json()) == RUN
-    assert Version.of_fields(json.loads(VERSION.to_json())) == VERSION
+    pictured = replace(VERSION, probe=replace(VERSION.probe, pictures=("ab" * 32,)))
+    for version in (VERSION, pictured):
+        assert Version.of_fields(json.loads(version.to_json())) == version
+    assert b"pictures" not in VERSION.to_json()  # as older releases expect
     lease = Lease("box", 3, [[5, 0]], 20.0, "4090", 2, "drawing", 12.5)
     assert Lease.of_json(lease.to_json()) == lease
 
@@ -286,6 +289,8 @@ def with_turns(**changes) -> dict:
         (read_version, asdict(VERSION) | {"sha256": "B" * 64}, "64 hex digits"),
         (read_version, asdict(VERSION) | {"probe": asdict(VERSION.probe) | {"logprobs": []}}, "one finite log-prob"),
         (read_version, asdict(VERSION) | {"probe": asdict(VERSION.probe) | {"logprobs": [10**400]}}, "one finite"),
+        (read_version, asdict(VERSION) | {"probe": asdict(VERSION.probe) | {"pictures": "ab"}}, "as a list"),
+        (read_version, asdict(VERSION) | {"probe": asdict(VERSION.probe) | {"pictures": ["ab"]}}, "64 hex digits"),
         (read_version, asdict(VERSION) | {"other": 1}, "unknown field 'other'"),
     ],
 )

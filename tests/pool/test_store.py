@@ -124,6 +124,8 @@ def test_a_version_needs_its_files(store):
     with pytest.raises(ProtocolError, match="leads from version 0, which is not here"):
         store.add_version(by_delta)
     store.add_version(whole)
+    with pytest.raises(ProtocolError, match=f"file {sha(b'picture')} of version 1 is not here"):
+        store.add_version(replace(by_delta, probe=replace(PROBE, pictures=(sha(b"picture"),))))
     store.add_version(by_delta)
     store.add_version(whole)
     assert store.versions() == [whole, by_delta]

@@ -21,15 +21,22 @@ import pytest
 import torch
 from adapters import by_hand, write_adapter
 from conftest import ENVIRONMENT, REPOSITORY
+from pictured import drawing, for_vllm, save
 from pools import distances, score
 from processes import left_of
 from safetensors.torch import load_file, save_file
 from scripted_turns import Scripted, by_parity, count_answers
 from servers import wait_until
 from stored import TURNS
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2ForCausalLM
 
+from grpo.config.sampling_settings import SharedConfig
+from grpo.model.load import load_model, load_settings, load_tokenizer
+from grpo.model.logprobs import token_logprobs
+from grpo.model.pictures import load_processor, vision_parameters
+from grpo.model.trial import make_batcher
 from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
+from grpo.wire.picture_files import PicturedPrompt
 from grpo.workers.engine import EngineError, WorkerFailed
 from grpo.workers.vllm_engine import SERVER, VllmEngine
 from grpo.workers.vllm_process import VllmServer
@@ -283,11 +290,75 @@ def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fak
         make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder, 0)
 
 
-def test_a_run_with_pictures_is_refused_before_it_starts(make_fake, run, folders):
-    with pytest.raises(
-        WorkerFailed, match=f"^run {run.name} trains a model that takes pictures: draw with --engine tr"
-    ):
+def test_a_worker_that_prepares_pictures_otherwise_ends_before_it_starts_vllm(make_fake, run, folders):
+    with pytest.raises(WorkerFailed, match="^pictures are prepared otherwise here .not at all. than in run run .ab.: "):
         make_fake("dies_at_start").start(dataclasses.replace(run, processor="ab"), folders["untied0"], 0)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def pictured_folders(request, tmp_path_factory) -> list[Path]:
+    """Folders of a model that takes pictures: the second differs in the vision tower alone."""
+    made = [
+        save(request.param, tmp_path_factory.mktemp(f"pictured{seed}"), seed, for_vllm(request.param))
+        for seed in range(2)
+    ]
+    model, other = (AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32) for folder in made)
+    for weight, new in zip(vision_parameters(model), vision_parameters(other), strict=True):
+        weight.data.copy_(new.data)
+    model.save_pretrained(made[1])
+    return made
+
+
+def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_is_seen(
+    make, run, pictured_folders, request
+):
+    """Also after another picture with equal ids, and after three; a probe without a picture would not see the tower."""
+    kinds = {*request.node.callspec.params.values()}
+    if "fake" in kinds and "qwen2_5_vl" not in kinds:
+        pytest.skip("one family will do for the stand-in")
+    config = SharedConfig(model_name_or_path=str(pictured_folders[0]))
+    tokenizer = load_tokenizer(config)
+    processor = load_processor(config, load_settings(config), tokenizer)
+    run = dataclasses.replace(run, vocab_size=len(tokenizer), processor=processor.fingerprint)
+    models = [load_model(SharedConfig(model_name_or_path=str(path)), torch.device("cpu")) for path in pictured_folders]
+    batchers = [make_batcher(model, 0, processor) for model in models]
+    prompts = []
+    for number, sizes in enumerate([[(40, 56)], [(40, 56)], [(72, 36), (20, 20), (90, 70)]]):
+        files = [drawing(*size, seed=number) for size in sizes]
+        prompts.append(processor.encode(f"see {processor.placeholder} " * len(files), files, add_special_tokens=False))
+    assert [*prompts[0]] == [*prompts[1]]
+
+    def logprobs_of(version: int, prompt: PicturedPrompt, ids: list[int], temperature: float) -> list[float]:
+        with torch.no_grad():
+            batch = batchers[version].make([(prompt, ids)], "cpu")
+            return token_logprobs(models[version], batch, temperature)[0].tolist()
+
+    def furthest(version: int) -> float:
+        far = []
+        for number, prompt in enumerate([*prompts, PROMPT]):
+            task = Task(number, 0, version, prompt)
+            drawn = engine.draw(task)
+            check_drawn(drawn, run, task)
+            for ids, logprobs in zip(drawn.completions, drawn.logprobs, strict=True):
+                right = logprobs_of(version, prompt, ids, run.temperature)
+                far.append(max(abs(a - b) for a, b in zip(right, logprobs, strict=True)))
+        return max(far)
+
+    def of_probe(version: int) -> float:
+        ids = [*range(10, 40)]
+        values, right = engine.logprobs(Probe(prompts[0], ids, [0.0] * 30)), logprobs_of(version, prompts[0], ids, 1.0)
+        return max(abs(a - b) for a, b in zip(values, right, strict=True))
+
+    engine = make()
+    engine.start(run, pictured_folders[0], 0)
+    assert furthest(0) < 1e-4 and of_probe(0) < 1e-4 < 0.1 < of_probe(1)
+    engine.load(pictured_folders[1], 1)
+    assert furthest(1) < 1e-4 and of_probe(1) < 1e-4 < 0.1 < of_probe(0)
+    with pytest.raises(EngineError, match="^the ids of a prompt do not fit its pictures$"):
+        engine.draw(Task(0, 0, 1, PicturedPrompt([*prompts[0]][:-6], prompts[0].pictures)))
+    with pytest.raises(EngineError, match="picture"):
+        engine.draw(Task(0, 0, 1, PicturedPrompt([*prompts[0]], [b"no picture"])))
+    engine.close()
 
 
 def test_a_killed_engine_says_so_and_starts_again(make, run, folders, request):

@@ -11,16 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pictured
 import psutil
 import pytest
+import torch
 from conftest import ENVIRONMENT, REPOSITORY
 from pools import Trainer, distances
 from processes import left_of
+from recorded import write_rows
 from servers import wait_until
 from test_vllm_engine import FAKE, ON_CPU, VLLM_PYTHON, save_model
-from trainer_runs import options, run_ranks, timeless
+from trainer_runs import lines, options, run_ranks, timeless, training
+from transformers import AutoModelForImageTextToText
 
 from grpo.config.programs import WorkerConfig
+from grpo.model.pictures import vision_parameters
 from grpo.pool.client import PoolClient
 from grpo.pool.protocol import Task
 from grpo.workers import loop
@@ -127,6 +132,32 @@ def test_a_run_trains_on_what_vllm_draws(pool, model, tokenizer, data_folder, le
     steps = timeless(tmp_path / "run")
     assert [row["step"] for row in steps] == [*range(1, 21)]
     assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-4
+
+
+@needs_vllm
+def test_a_run_whose_vision_tower_is_trained_trains_on_what_vllm_draws(pool, letters, tmp_path):
+    """In the middle vLLM is killed, and starts again."""
+    policy = pictured.save("qwen2_5_vl", tmp_path / "policy", 0, pictured.for_vllm("qwen2_5_vl"))
+    (data := tmp_path / "data").mkdir()
+    rows = []
+    for number in range(16):
+        (data / f"{number}.png").write_bytes(pictured.drawing(24 + number, 40, seed=number))
+        rows.append({"question": "<image>Which?", "answer": f"#### {number}", "images": [f"{number}.png"]})
+    write_rows(data / "train.jsonl", rows)
+    settings = {"max_steps": 8, "save_steps": 0, "eval_steps": 0, "beta": 0, "report_to": "none"}
+    words = options(policy, data, tmp_path / "run", sampler="pool", pool=pool.url, **settings)
+    with training(1, [*words, *letters]) as trainer:
+        with drawing(pool.url, tmp_path) as worker:
+            metrics = tmp_path / "run/metrics.jsonl"
+            wait_until(lambda: metrics.exists() and len(lines(metrics)) > 2, 600, trainer)
+            engine_of(worker).kill()
+            wait_until(lambda: trainer.poll() is not None, seconds=600)
+        assert trainer.returncode == 0, trainer.communicate()
+    steps = timeless(tmp_path / "run")
+    assert [row["step"] for row in steps] == [*range(1, 9)]
+    assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-4
+    before, after = (AutoModelForImageTextToText.from_pretrained(path) for path in (policy, tmp_path / "run/model"))
+    assert not any(map(torch.equal, vision_parameters(before), vision_parameters(after)))
 
 
 def engine_of(worker: subprocess.Popen) -> psutil.Process:
