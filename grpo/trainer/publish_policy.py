@@ -67,7 +67,7 @@ class PolicyCopy:
         ids = [draw.randrange(self.vocab_size) for _ in range(sum(_PROBE))][: longest_sequence(self.model.config)]
         prompt = min(_PROBE[0], len(ids) - 1)
         self._ids = ids[:prompt], ids[prompt:]
-        if self.batcher.vision is not None:  # text alone would not tell two versions of the vision tower apart
+        if self.batcher.vision is not None:  # text alone would not show which vision tower it was
             # An id that belongs to pictures would be taken for another one.
             special = {value for name, value in vars(self.model.config).items() if name.endswith("token_id")}
             of_prompt, of_completion = ([token for token in part if token not in special] for part in self._ids)
@@ -200,8 +200,8 @@ class PolicyPublisher:
         # A pool that was started with an older copy of its file has not got the version before.
         if version.base is not None and known.get(version.base) != self._last.sha256:
             version = replace(version, whole=True, base=None, delta=None)
-        for sha256 in version.probe.pictures:
-            self.client.send_file(self.policy.pictures[sha256], sha256)
+        for sha256, file in self.policy.pictures.items():
+            self.client.send_file(file, sha256)
         if version.delta is not None:
             self.client.send_file(self._path(version.version).with_suffix(".delta"), version.delta)
         if version.whole:

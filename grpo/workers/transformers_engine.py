@@ -146,7 +146,9 @@ def _failures() -> Iterator[None]:
         yield
     except RewardError:  # the user's environment, not the engine
         raise
-    except (ConfigError, FloatingPointError, PictureError, SafetensorError, OSError) as error:
+    except PictureError as error:
+        raise EngineError(f"a picture {error}") from error
+    except (ConfigError, FloatingPointError, SafetensorError, OSError) as error:
         raise EngineError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         reason = one_line(error) or type(error).__name__

@@ -43,27 +43,26 @@ class VllmPictures:
 
     def features(self, prompt: PicturedPrompt) -> dict[str, Any]:
         """Return a prompt's features. Raises EngineError for a picture that cannot be used, or is not the ids'."""
-        ids, places, end, data = [*prompt], [], 0, []
-        try:
-            for file in prompt.pictures:
-                count, encoded = self._prepared(file)
-                begin = ids.index(self._processor.token_id, end)
-                end = begin + count
-                # vLLM would draw from whatever it makes of others.
-                if ids[begin:end] != [self._processor.token_id] * count:
-                    raise ValueError
-                places.append({"offset": begin, "length": count})
-                data.append(encoded)
-        except ValueError as error:
-            raise EngineError("the ids of a prompt do not fit its pictures") from error
-        except PictureError as error:
-            raise EngineError(str(error)) from error
-        # vLLM keeps what it has computed of a picture by its hash.
-        hashes = [hashlib.sha256(file).hexdigest() for file in prompt.pictures]
+        ids, token, end = [*prompt], self._processor.token_id, 0
+        hashes, places, data = [], [], []
+        for file in prompt.pictures:
+            try:
+                count, sha256, encoded = self._prepared(file)
+            except PictureError as error:
+                raise EngineError(f"a picture {error}") from error
+            begin = ids.index(token, end) if token in ids[end:] else end
+            end = begin + count
+            # vLLM would draw from whatever it makes of others.
+            if ids[begin:end] != [token] * count:
+                raise EngineError("the ids of a prompt do not fit its pictures")
+            hashes.append(sha256)
+            places.append({"offset": begin, "length": count})
+            data.append(encoded)
         return {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}, "kwargs_data": {"image": data}}
 
-    def _prepare(self, file: bytes) -> tuple[int, str]:
-        """Return how many ids stand for a picture's pieces, and the tower's inputs."""
+    def _prepare(self, file: bytes) -> tuple[int, str, str]:
+        """Return how many ids stand for a picture's pieces, its hash, by which vLLM keeps what it has computed of it,
+        and the tower's inputs. Raises PictureError."""
         (inputs,) = self._processor.inputs([file])
         if inputs.keys() != {"pixel_values", "image_grid_thw"}:
             raise WorkerFailed(f"a vision tower that takes {', '.join(inputs)}: draw with --engine transformers")
@@ -73,7 +72,8 @@ class VllmPictures:
             "pixel_values": {"data": _data(pixels), "field": ["flat", of_patches]},
             "image_grid_thw": {"data": _data(grid), "field": ["batched", {"keep_on_cpu": True}]},
         }
-        return self._processor.count([file]), base64.b64encode(_pack(item)).decode()
+        sha256, encoded = hashlib.sha256(file).hexdigest(), base64.b64encode(_pack(item)).decode()
+        return self._processor.count([file]), sha256, encoded
 
 
 def _data(values: torch.Tensor) -> list:

@@ -356,7 +356,7 @@ def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_
     assert furthest(1) < 1e-4 and of_probe(1) < 1e-4 < 0.1 < of_probe(0)
     with pytest.raises(EngineError, match="^the ids of a prompt do not fit its pictures$"):
         engine.draw(Task(0, 0, 1, PicturedPrompt([*prompts[0]][:-6], prompts[0].pictures)))
-    with pytest.raises(EngineError, match="picture"):
+    with pytest.raises(EngineError, match="^a picture is no PNG or JPEG file$"):
         engine.draw(Task(0, 0, 1, PicturedPrompt([*prompts[0]], [b"no picture"])))
     engine.close()
 
