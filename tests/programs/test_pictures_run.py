@@ -11,6 +11,7 @@ from PIL import Image
 from pools import running_pool, workers
 from recorded import write_rows
 from rounding import NO_KL
+from test_pool_runs import LAG, check_survives, drawing
 from trainer_runs import check_alike, check_weights, finish, options, timeless, training, weights, went_on
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
@@ -90,6 +91,19 @@ def test_workers_draw_for_prompts_with_pictures_what_the_trainer_draws_itself(wo
     with closing(Recording(str(folder / "run.sqlite"))) as recording:
         named = [len(recording.find((group, 0))[0].pictures) for group in range(8)]
     assert {0, 1, 2} == {*named}
+
+
+@pytest.mark.rare
+def test_whatever_is_killed_a_run_by_workers_with_pictures_ends_with_the_same_bits(words, tmp_path):
+    def by_workers(run, **more) -> list[str]:
+        return words(run, "http://127.0.0.1:1", **{"beta": 0, "max_steps": 6} | more)
+
+    folders = tmp_path / "undisturbed", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    with drawing(folders[0], "a", "b") as served:
+        finish(2, by_workers(folders[0] / "run", pool=served.url, **LAG))
+    check_survives(["rank", "pool", "worker"], "pictures", by_workers, *folders)
 
 
 def check_whole(folder) -> None:
