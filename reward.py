@@ -42,7 +42,6 @@ from importlib.util import find_spec
 
 TAGS = "think", "answer"
 ENDING = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>|<eos>|</s>)*")
-BOXED_FORMAT = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 NUMBER_IN_TEXT = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
@@ -54,9 +53,7 @@ def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | N
     value is the same number (see `to_number`) or, if the `math-verify` package is installed and text or gold is more
     than a number, an equal expression.
     """
-    for gold in answer:
-        if not isinstance(gold, str | None):
-            raise TypeError(f"the gold answer {gold!r} is no text: change the dataset, or write your own reward")
+    check_golds(answer)
     pairs = zip(completions, answer, strict=True)
     # In a mixture a dataset may have no answers.
     return [None if gold is None else score_answer(text_of(completion), gold) for completion, gold in pairs]
@@ -86,7 +83,7 @@ format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it
 
 def boxed_format_reward(completions, **kwargs) -> list[float]:
     r"""Return 1.0 for `<think>...</think>` and a `\boxed{...}` after it, else 0.0, as EasyR1's math.py judges it."""
-    return [float(bool(BOXED_FORMAT.fullmatch(text_of(completion)))) for completion in completions]
+    return [float(has_boxed_format(text_of(completion))) for completion in completions]
 
 
 boxed_format_reward.full_reward = 1.0
@@ -94,10 +91,12 @@ boxed_format_reward.full_reward = 1.0
 
 def last_number_reward(completions, answer, **kwargs) -> list[float | None]:
     """Return 1.0 if the last number of the text has the gold's value, else 0.0: for answers without tags."""
+    check_golds(answer)
     found = [NUMBER_IN_TEXT.findall(text_of(completion))[-1:] for completion in completions]
+    values = [to_number(last[0]) if last else None for last in found]
     return [
-        None if gold is None else float(bool(last) and to_number(last[0]) == to_number(gold))
-        for last, gold in zip(found, answer, strict=True)
+        None if gold is None else float(value is not None and value == to_number(gold))
+        for value, gold in zip(values, answer, strict=True)
     ]
 
 
@@ -110,6 +109,12 @@ last_number_reward.is_verdict = True
 def text_of(text_or_messages: str | list[dict[str, str]]) -> str:
     """Return a text unchanged, and the last content of a list of messages."""
     return text_or_messages if isinstance(text_or_messages, str) else text_or_messages[-1]["content"]
+
+
+def check_golds(answer: list) -> None:
+    for gold in answer:
+        if not isinstance(gold, str | None):
+            raise TypeError(f"the gold answer {gold!r} is no text: change the dataset, or write your own reward")
 
 
 def score_answer(completion: str, gold: str) -> float:
@@ -131,6 +136,11 @@ def score_format(completion: str, prompt: str, tags: tuple[str, str] = TAGS) -> 
         if completion.count(tag) == 1 and completion.index(tag) > last:
             counted, last = counted + 1, completion.index(tag)
     return round(0.2 * counted, 1)
+
+
+def has_boxed_format(text: str) -> bool:
+    thought, _, rest = text.lstrip().partition("</think>")
+    return thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
 
 
 def find_opened_tags(completion: str, prompt: str) -> str:
@@ -356,6 +366,8 @@ def to_number(text: str, allow_unit: bool = True) -> Fraction | None:
     None: "18 or 20" "7+3=10" "3-4" "1,2,3" "12:30" "3/0" "2x" "2 million" "about 18" "1e1000" (three digits at most)
     """
     text = " ".join(text.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-").replace("{,}", ",").split())
+    if len(text) > LONGEST:  # Python refuses integers of more than 4300 digits
+        return None
     values = set()
     for part in text.split("="):
         match = NUMBER.fullmatch(part.strip())

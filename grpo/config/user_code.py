@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import random
 import sys
 import threading
@@ -107,7 +108,7 @@ def _modes() -> list[tuple[Callable, Callable]]:
 
 def check_file(field: str, name: str) -> str:
     """Return the file of `name` in the setting `field`. Raises ConfigError unless it is a Python file."""
-    path = name.rpartition(":")[0]
+    path = os.path.expanduser(name.rpartition(":")[0])
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ConfigError(f"{field}={name!r}: {path or name} is not a Python file: write path/to/file.py:function")
     return path

@@ -53,18 +53,20 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
     if "reward_funcs" in given:  # weights are for the functions that they were written with
         settings.pop("reward_weights", None)
     if "dataset_name" in given:  # another dataset has other configurations and splits
-        settings.pop("dataset_config", None)
-        settings.pop("eval_holdout", None)
+        for name in ("dataset_config", "dataset_train_split", "dataset_test_split", "eval_holdout"):
+            settings.pop(name, None)
     used = {name: value for name in CODE if (value := settings.pop(name, None))}
     without = given.isdisjoint(CODE)
     settings = {name: settings[name] for name in settings if name in known - given and not (without and name in _TURNS)}
     if used and without and known.issuperset(CODE):
         code = " and ".join(f"{name} {value}" for name, value in used.items())
         _say(f"the model was trained with {code}, and is asked without: code is yours to name, so add it")
-    for name in settings.get("reward_funcs", ()):
+    functions = settings.get("reward_funcs") or []
+    functions = [str(name) for name in (functions if isinstance(functions, list) else [functions])]
+    for name in functions:
         # A model that was downloaded must not choose code that this program runs, or where completions are sent.
         reason = f"{path} names it as the training's, but code, models and servers are yours to name"
-        remedy = f"add --reward_funcs {' '.join(settings['reward_funcs'])}, or others"
+        remedy = f"add --reward_funcs {' '.join(functions)}, or others"
         require(not is_users_own(name), "reward_funcs", name, f"{reason}: {remedy}")
     if settings:
         shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in settings.items())

@@ -144,7 +144,7 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
         url = name.rstrip("/")
         return url.partition("://")[2], url
     if ":" in name or "/" not in name:
-        return name.partition("(")[0].rpartition(":")[2], load_function(name)
+        return name.rpartition(":")[2].partition("(")[0], load_function(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve().name, str(folder)

@@ -114,8 +114,10 @@ def load_function(name: str) -> Callable:
 
     Raises ConfigError if there is none, the import fails, or the function takes no tags.
     """
+    path, colon, name = name.rpartition(":")  # brackets may stand in a path
     name, bracket, words = name.partition("(")
-    if ":" in name:
+    name = path + colon + name
+    if colon:
         function = user_code.load_function("reward_funcs", name)
     else:
         with user_code.imported("reward_funcs", name, "reward.py"):
@@ -127,7 +129,10 @@ def load_function(name: str) -> Callable:
     takes_tags = "tags" in inspect.signature(function).parameters
     require(takes_tags, "reward_funcs", f"{name}({words}", "it has no argument `tags`: leave the brackets out")
     tags = tuple(word.strip() for word in words.removesuffix(")").split(","))
-    require(all(tags), "reward_funcs", f"{name}({words}", "name its tags between the brackets, or leave them out")
+    default = inspect.signature(function).parameters["tags"].default
+    fits = all(tags) and (not isinstance(default, tuple) or len(tags) == len(default))
+    remedy = "name its tags between the brackets, as many as it has of its own, or leave them out"
+    require(fits, "reward_funcs", f"{name}({words}", remedy)
     return functools.update_wrapper(functools.partial(function, tags=tags), function)
 
 
@@ -193,7 +198,8 @@ def _take_parts_out(returned: Any, logged: Logged) -> Any:
     for name, values in parts.items():
         logged.log_extra(name, values)
         for value in values:
-            logged.log_metric(f"rewards/{name}/mean", math.nan if value is None else value)
+            if not isinstance(value, str):  # a reason in words is for the record alone
+                logged.log_metric(f"rewards/{name}/mean", math.nan if value is None else value)
     return overall
 
 

@@ -87,6 +87,22 @@ def test_a_word_of_a_list_in_the_file_is_no_option(text, reason, tmp_path, capsy
     assert reason in capsys.readouterr().err
 
 
+def test_another_dataset_is_not_cut_by_the_runs_splits(tmp_path):
+    text = "dataset_train_split: train[100:]\ndataset_test_split: train[:100]\neval_holdout: 5\nreward_funcs: null\n"
+    (tmp_path / ANSWERING).write_text(text)
+    assert parsed(EvaluateConfig, "--model", tmp_path).dataset_test_split == "train[:100]"
+    config = parsed(EvaluateConfig, "--model", tmp_path, "--dataset", "other.jsonl")
+    assert (config.dataset_train_split, config.dataset_test_split, config.eval_holdout) == ("train", "test", 0.0)
+
+
+def test_a_single_reward_function_of_the_file_is_named_whole(tmp_path, capsys):
+    (tmp_path / ANSWERING).write_text("reward_funcs: mine.py:brevity")
+    with pytest.raises(SystemExit):
+        parsed(EvaluateConfig, "--model", tmp_path)
+    assert "error: reward_funcs='mine.py:brevity': " in (words := capsys.readouterr().err)
+    assert "add --reward_funcs mine.py:brevity, or others" in words
+
+
 @pytest.mark.parametrize("content", ["seed: [1", "a text", LAUGHS], ids=["YAML", "text", "aliases"])
 def test_a_damaged_file_is_refused(content, tmp_path, capsys):
     (tmp_path / ANSWERING).write_text(content)

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import math
 import pickle
+import shutil
 import signal
 from dataclasses import replace
 from fractions import Fraction
@@ -70,8 +71,11 @@ def test_words_in_brackets_are_a_functions_tags(user_file):
         load_reward_funcs(["correctness_reward(a, b)"])
     with pytest.raises(ConfigError, match=r"^reward_funcs='format_reward\(think,\)': name its tags between"):
         load_reward_funcs(["format_reward(think,)"])
-    with pytest.raises(RewardError, match="'format_reward' failed: ValueError.'too many values to unpack"):
-        compute_rewards(load_reward_funcs(["format_reward(a, b, c)"]), ["?"], ["a"], {})
+    with pytest.raises(ConfigError, match=r"^reward_funcs='format_reward\(a, b, c\)': name its tags .*, as many as"):
+        load_reward_funcs(["format_reward(a, b, c)"])
+    (user_file.parent / "copy (2)").mkdir()
+    copied = shutil.copy(user_file, user_file.parent / "copy (2)")
+    assert [*load_reward_funcs([f"{copied}:length"])] == ["length"]
     with pytest.raises(ConfigError, match=r"^reward_funcs='.*mine.py:length\(\)': it has no argument `tags`"):
         load_reward_funcs([f"{user_file}:length()"])
 
@@ -236,8 +240,11 @@ def test_what_functions_log_is_plain_data(function):
     to_json(logged.extra)
 
 
-ROWS = [{"overall": 0.9, "format": 0, "accuracy": 1.0}, {"overall": 0.1, "format": 1, "accuracy": None}]
-COLUMNS = {"overall": np.array([0.9, 0.1]), "format": [0, 1], "accuracy": [1.0, None]}
+ROWS = [
+    {"overall": 0.9, "format": 0, "accuracy": 1.0, "why": "good"},
+    {"overall": 0.1, "format": 1, "accuracy": None, "why": "long"},
+]
+COLUMNS = {"overall": np.array([0.9, 0.1]), "format": [0, 1], "accuracy": [1.0, None], "why": ["good", "long"]}
 
 
 @pytest.mark.parametrize("returned", [ROWS, COLUMNS], ids=["list of dicts", "dict of lists"])
@@ -245,7 +252,8 @@ def test_of_rewards_in_parts_the_overall_trains_and_the_others_are_logged(return
     logged = Logged()
     rewards = compute_rewards({"f": lambda **_: returned}, ["p"] * 2, ["a", "b"], {}, logged=logged)
     assert rewards.tolist() == [[0.9, 0.1]]
-    assert logged.extra == {"format": [0, 1], "accuracy": [1.0, None]}
+    assert logged.extra == {"format": [0, 1], "accuracy": [1.0, None], "why": ["good", "long"]}
+    assert "rewards/why/mean" not in logged.metrics
     assert logged.metrics["rewards/format/mean"] == [0.0, 1.0]
     assert logged.metrics["rewards/accuracy/mean"][0] == 1.0 and math.isnan(logged.metrics["rewards/accuracy/mean"][1])
     rest = [{"format": 1.0}] * 2 if isinstance(returned, list) else {"format": [1.0] * 2}

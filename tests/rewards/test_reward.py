@@ -636,7 +636,20 @@ def test_a_box_after_the_thought_is_the_form_of_easyr1(completion):
     assert boxed_format_reward([completion]) == [BOXED[completion]]
 
 
+@settings(max_examples=500)
+@given(st.lists(st.sampled_from(["<think>", "</think>", "\\boxed{", "}", "\n", " ", "x"]), max_size=12).map("".join))
+def test_the_form_is_that_of_easyr1s_expression(completion):
+    """Whose time grows with the cube of the length."""
+    theirs = re.fullmatch(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", completion, re.DOTALL)
+    assert boxed_format_reward([completion]) == [float(bool(theirs))]
+
+
 def test_the_last_number_of_a_text_is_its_answer():
     texts = ["It is 1,234.0 in all.", "3 or 4", "4 or 3.", "none", "minus -5", "x 2"]
     golds = ["1234", "3", "3", "3", "-5", None]
     assert last_number_reward(texts, golds) == [1.0, 0.0, 1.0, 0.0, 1.0, None]
+    # What is no number earns nothing, though both sides are none, and ends no run.
+    texts, golds = ["it is 0,123", "007,123", "1" * 5000, "1" * 5000], ["seat", "", "2 million", "1" * 5000]
+    assert last_number_reward(texts, golds) == [0.0] * 4
+    with pytest.raises(TypeError, match=r"^the gold answer \[5\] is no text"):
+        last_number_reward(["5"], [[5]])

@@ -58,7 +58,7 @@ def load(server: Server, *clients: str):
 
 READY = "document.querySelector('#status').textContent === 'ready'"
 LOST = "document.querySelector('#status').textContent === 'no answer'"
-POINTS = "document.querySelector('#throughput .curve').getAttribute('d').split('L').length"
+POINTS = "(document.querySelector('#throughput .curve').getAttribute('d') || '').split('L').length"
 
 
 def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
