@@ -49,7 +49,7 @@ def make_engine(config: WorkerConfig) -> Engine:
             raise ConfigError(f"engine='vllm': {sys.executable} has no vLLM: {remedy}")
         arguments = ["--trust-remote-code"] if config.trust_remote_code else []
         # Not in a temporary folder of weights, which is removed at the end.
-        log_file = Path(config.weights_folder or tempfile.gettempdir()) / f"vllm-{os.getpid()}.log"
+        log_file = Path(config.weights_folder or tempfile.gettempdir()).expanduser() / f"vllm-{os.getpid()}.log"
         return VllmEngine([sys.executable, *SERVER], log_file, [*arguments, *shlex.split(config.vllm_args or "")])
     try:
         from grpo.workers.transformers_engine import TransformersEngine

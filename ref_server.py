@@ -134,7 +134,7 @@ def run(config: ServerConfig) -> int:
         service.stop.set()
 
     on_end_signals(end)
-    source = config.pool_file or config.model_name_or_path
+    source = service.store.database.place if config.task == "rollouts" else config.model_name_or_path
     log.info("loading %s; listening on %s (to watch it, open that in a browser)", source, server.url)
     service.load()
     log.info("ready: %s, %s", server.url, service.description())

@@ -122,8 +122,9 @@ def first_line(response: requests.Response) -> str:
 
 
 def read_retry_after(response: requests.Response) -> float:
+    """Return the seconds that a server wants its clients to wait; a proxy may name an hour for what takes seconds."""
     value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0
+    return min(float(value), 60.0) if value.isdecimal() else 0.0
 
 
 def seconds_to_next_try(failures: int, retry_after: float) -> float:

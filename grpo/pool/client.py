@@ -70,7 +70,7 @@ class PoolClient:
             try:
                 run = RunInfo.of_json(response.content)
             except wire.ProtocolError as error:
-                raise self._no_pool(error) from error
+                raise self._no_pool(f"{error}, or it is a pool of another release than this program's") from error
         self._vocab_size = run.vocab_size
         return run
 
@@ -182,9 +182,10 @@ class PoolClient:
                 return response
             with response:
                 code, message = sessions.read_error(response)
+            if status == 503:  # its database or disk may be gone, and another pool's not
+                self._leave(url)
         except requests.RequestException as error:
-            if self.url == url:  # no other thread has left it
-                self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
+            self._leave(url)
             raise sessions.connection_error(url, error) from error
         if code == "no_run" and method == "GET":
             return response
@@ -198,6 +199,11 @@ class PoolClient:
             raise self._no_pool(message)
         error_type = ResultRefused if status == 422 else ServerError
         raise error_type(f"{self.url} refused a request with {status}: {message}")
+
+    def _leave(self, url: str) -> None:
+        """Ask the next pool from now on, unless another thread has left this one."""
+        if self.url == url:
+            self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
 
     def _no_pool(self, reason: object) -> ServerError:
         return ServerError(f"{self.url} is no pool of rollouts ({reason}): set pool to a server of the task rollouts")

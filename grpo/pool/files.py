@@ -90,8 +90,11 @@ class Files:
 
     def size(self, sha256: str) -> int | None:
         """Return the bytes of a file, None if it is missing or not complete."""
-        path = self._folder / sha256
-        return path.stat().st_size if _SHA256.fullmatch(sha256) and path.exists() else None
+        with self._failures():
+            try:
+                return (self._folder / sha256).stat().st_size if _SHA256.fullmatch(sha256) else None
+            except FileNotFoundError:
+                return None
 
     def read(self, sha256: str, start: int, end: int) -> bytes:
         """Return the bytes of a complete file from `start` to before `end`; empty if it was dropped."""

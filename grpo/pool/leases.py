@@ -82,7 +82,7 @@ class Leases:
         tasks from before this process started, or it was silent."""
         with self._changing():
             worker = self._worker(lease.worker, lease)
-            worker.holds = {(group, attempt) for group, attempt in lease.holds}
+            worker.holds = set() if worker.is_suspended else {(group, attempt) for group, attempt in lease.holds}
             return self._keep(worker)
 
     def renew(self, name: str) -> None:

@@ -154,7 +154,10 @@ class PoolService(Service):
         return super().status() | self.numbers.status()
 
     def summary(self) -> str | None:
-        return self.numbers.summary()
+        try:
+            return self.numbers.summary()
+        except ProtocolError:  # the database is away, which is in the log
+            return None
 
     def _take(self, lease: Lease) -> list[Task]:
         """Lease the first free tasks to a worker, all of one version, and no more than its share. Else a worker that

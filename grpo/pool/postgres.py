@@ -106,7 +106,8 @@ class PostgresDatabase(Database):
         """Turn the engine's errors into ProtocolError."""
         try:
             yield
-        except psycopg.OperationalError as error:  # the connection, the disk, a limit
+        # The connection, the disk, a limit; a standby, or a server that a full disk has made one.
+        except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
             message = f"the database of {self.place} does not answer, or cannot store ({one_line(error)})"
             log.error(message)
             raise ProtocolError(503, "no_database", message, retry_after=5) from error

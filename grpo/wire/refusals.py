@@ -59,11 +59,11 @@ def check_number(kind: str, number: int, limit: int) -> None:
 
 
 def check_name(name: str, text: str) -> None:
-    """Raise ProtocolError for a name that is too long, or has half of a surrogate pair."""
+    """Raise ProtocolError for a name that is too long, or has what a database cannot keep."""
     if len(text) > _LONGEST_NAME:
         raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
-    if HALF_PAIR.search(text):
-        raise malformed(f"{name} {text!a} has half of a surrogate pair: send whole characters")
+    if HALF_PAIR.search(text) or "\0" in text:
+        raise malformed(f"{name} {text!a} has half of a surrogate pair, or a NUL: send whole characters")
 
 
 def refuse_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:

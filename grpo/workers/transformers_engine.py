@@ -81,8 +81,8 @@ class TransformersEngine:
         self._version = version
 
     def logprobs(self, probe: Probe) -> list[float]:
-        batch = self._batcher.make([(probe.prompt_ids, probe.completion_ids)], self._device)
         with _failures(), torch.no_grad():
+            batch = self._batcher.make([(probe.prompt_ids, probe.completion_ids)], self._device)
             return token_logprobs(self._model, batch, 1.0)[0].tolist()
 
     def draw(self, task: Task) -> GroupResult:

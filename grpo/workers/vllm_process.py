@@ -39,16 +39,21 @@ class VllmServer:
     below it, which would keep the card's memory. Any thread may call all methods."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
-        """Start `command` with --host and --port; its output is added to `log`."""
+        """Start `command` with --host and --port; its output is added to `log`. Raises EngineError if that cannot be
+        written."""
+        try:
+            output = open(log, "ab")  # noqa: SIM115 is closed below
+        except OSError as error:
+            raise EngineError(f"{log}: {error.strerror}") from error
         port = free_port()
         self._url, self._log = f"http://127.0.0.1:{port}", log
         self._lock, self._has_group, self._ended_by_us = threading.Lock(), True, ""
-        self._log_begins = log.stat().st_size if log.exists() else 0
+        self._log_begins = log.stat().st_size
         # The guard outlives the worker by seconds, and so must not hold the worker's output open.
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._guard = subprocess.Popen(["sh", "-c", _GUARD], start_new_session=True, **streams)
         command = [*command, "--host", "127.0.0.1", "--port", str(port)]
-        with open(log, "ab") as output:
+        with output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
             self._server = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         self._guard.stdin.write(b"%d\n" % self._server.pid)

@@ -95,6 +95,16 @@ def test_of_several_pools_another_is_asked_when_one_does_not_answer(pool):
         assert client.status()["workers"] == [] and client.url == pool.url
 
 
+def test_a_pool_without_its_database_is_left_for_another(pool):
+    """Also where a proxy before it names an hour."""
+    with fake(health=lambda: (503, {"Retry-After": "3600"}, b"")) as away:
+        client = PoolClient(f"{away.url},{pool.url}", "secret")
+        client.url = away.url
+        with pytest.raises(RequestFailure, match="said 503") as failure:
+            client.status()
+        assert failure.value.retry_after == 60 and client.status()["workers"] == []
+
+
 def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeypatch, caplog):
     """As with a full disk: it renews leases, and takes no completions."""
     monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.01)

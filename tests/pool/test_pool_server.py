@@ -198,7 +198,7 @@ def test_a_worker_whose_uploads_are_refused_is_set_apart(begun, caplog):
         answer = begun.results(drawn(TASKS[1]), wrong, name=name)
         assert answer.refusal[:2] == (422, "wrong_completions") and "a log-prob is above 0" in answer.refusal[2]
     assert begun.take((1, 0)) == []  # nothing of a refused upload is kept
-    lease = begun.post("lease", Lease(name, 1, [], 0).to_json())
+    lease = begun.post("lease", Lease(name, 1, [[0, 0]], 0).to_json())  # it holds nothing, whatever it says
     for answer in (lease, begun.results(drawn(TASKS[0]), name=name)):
         status, code, message = answer.refusal
         assert (status, code) == (403, "set_apart") and name in message and "a log-prob is above 0" in message

@@ -116,6 +116,25 @@ def test_a_database_that_cannot_be_used_is_refused_in_a_sentence(postgres, tmp_p
     assert "it has schema 99, and this program reads 4: use the release that made it" in refusal(config.pool_url)
 
 
+def test_a_database_that_is_away_or_only_read_for_a_while_ends_no_pool(postgres, config):
+    pool, database = Pool(config), config.pool_url.rsplit("/", 1)[1]
+    pool.put_file(FOLDER)
+
+    def set_read_only(value: str) -> None:
+        with psycopg.connect(postgres.url("postgres"), autocommit=True) as connection:
+            connection.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = {value}")
+            others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+            connection.execute(others, [database])
+
+    set_read_only("on")
+    assert pool.service.summary() is None  # the connection was cut
+    assert pool.post("run", RUN.to_json()).refusal[:2] == (503, "no_database")
+    set_read_only("off")
+    assert pool.post("run", RUN.to_json()).refusal[:2] == (503, "no_database")
+    assert pool.post("run", RUN.to_json()).status == 200 and pool.service.death is None
+    pool.service.close()
+
+
 def test_a_row_that_was_changed_is_never_read_as_something_else(config):
     faults: list[ConfigError] = []
     with closing(Store(config.pool_url, faults.append, config.pool_folder)) as store:

@@ -285,6 +285,7 @@ def with_turns(**changes) -> dict:
         (Lease.of_json, {"worker": "a", "room": 1, "holds": [], "wait": float("inf")}, "wait"),
         (Lease.of_json, {"worker": "a" * 129, "room": 1, "holds": [], "wait": 1}, "129 characters"),
         (Lease.of_json, {"worker": "\ud800", "room": 1, "holds": [], "wait": 1}, "half of a surrogate pair"),
+        (Lease.of_json, {"worker": "a\0b", "room": 1, "holds": [], "wait": 1}, "or a NUL"),
         (read_version, asdict(VERSION) | {"base": None}, "a version needs"),
         (read_version, asdict(VERSION) | {"sha256": "B" * 64}, "64 hex digits"),
         (read_version, asdict(VERSION) | {"probe": asdict(VERSION.probe) | {"logprobs": []}}, "one finite log-prob"),
