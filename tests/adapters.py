@@ -25,11 +25,11 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 PAIRS = [(sequence.prompt_ids, sequence.completion_ids) for sequence in sequences()]
 
 
-def write_adapter(folder, base, **settings):
+def write_adapter(folder, base, auto_class=AutoModelForCausalLM, **settings):
     """An adapter that has been trained: every one of its weights is away from where it began."""
     torch.manual_seed(1)
     config = peft.LoraConfig(**({"target_modules": TARGETS, "task_type": "CAUSAL_LM", "lora_dropout": 0.1} | settings))
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model = peft.get_peft_model(auto_class.from_pretrained(base), config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.requires_grad:
@@ -46,13 +46,13 @@ def copied(adapter, folder, **changes) -> str:
     return str(folder)
 
 
-def by_hand(base, folder, dtype=torch.float64):
+def by_hand(base, folder, dtype=torch.float64, auto_class=AutoModelForCausalLM):
     """The plain model with the weights that the papers give: W + s B A, s = alpha / r for LoRA (Hu et al. 2021, section
     4.1) and alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023); DoRA (Liu et al. 2024, eq. 5) scales each output's weights
     to the length m."""
     settings = json.loads((folder / "adapter_config.json").read_text())
     adapter = load_file(folder / "adapter_model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    model = auto_class.from_pretrained(base, dtype=dtype)
     scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
     changed = 0
     with torch.no_grad():
@@ -65,7 +65,7 @@ def by_hand(base, folder, dtype=torch.float64):
                 magnitude = adapter[f"{place}magnitude_vector"].to(dtype)
                 module.weight *= (magnitude / module.weight.norm(dim=1)).unsqueeze(1)
             changed += 1
-    assert changed == len(TARGETS) * model.config.num_hidden_layers
+    assert changed == sum(name.endswith("lora_A.weight") for name in adapter) > 0
     return model
 
 

@@ -7,7 +7,8 @@ this does too: a prompt that was read before a reload is answered from what is c
 with what it has read, until both are reset (of an adapter while its name is the same); a request with a seed, and any
 request after a reload of what is no model, ends the server. So does a picture that it has seen, after a reload without
 a reset of what was computed of pictures, and a model that takes pictures without a tokenizer; pixels are normalized
-unless --no-mm-device-do-normalize is given.
+unless --no-mm-device-do-normalize is given, and an adapter leaves the vision tower as it is without
+--enable-tower-connector-lora.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ GROWS = {os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_A
 if "expandable_segments:True" in GROWS:  # as a program that imports grpo sets it
     sys.exit("the all-reduce of several cards cannot share memory that grows")
 
+from grpo.model.logprobs import text_at
 from grpo.model.lora import load_adapter
 
 bottle.BaseRequest.MEMFILE_MAX = 1 << 28  # requests with pictures
@@ -51,8 +53,9 @@ FAULTS = (
 
 
 class Fake:
-    def __init__(self, folder: str, faults: list[str], rank: int, normalizes: bool):
+    def __init__(self, folder: str, faults: list[str], rank: int, normalizes: bool, adapts_tower: bool):
         """`rank` is the largest of an adapter, 0 where there may be none."""
+        self.adapts_tower = adapts_tower
         self.normalizes, self.seen, self.stale = normalizes, set(), set()  # hashes of pictures
         self.faults, self.changed, self.folder, self.rank = faults, threading.Condition(), folder, rank
         self.model = self.load(folder)
@@ -105,6 +108,9 @@ class Fake:
             raise bottle.HTTPError(404, f"No adapter found for {path}")
         model = self.load(self.folder)
         load_adapter(model, path)
+        for part, weight in model.named_parameters():
+            if "visual" in part and ".lora_" in part and not self.adapts_tower:
+                weight.data.zero_()
         if model.peft_config["default"].r > self.rank:
             raise bottle.HTTPError(500, f"LoRA rank is greater than max_lora_rank {self.rank}")
         self.adapters[name] = model.eval()
@@ -203,14 +209,17 @@ class Request:
 
 
 def after(model: torch.nn.Module, sequences: list[list[int]], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits of sequences of one length, whose first part is one prompt with these pictures."""
-    ids, given = torch.tensor(sequences), {}
+    """Return the logits of sequences of one length, whose first part is one prompt with these pictures. An id of a
+    picture that is beyond it is text."""
+    ids, given, places = torch.tensor(sequences), {}, None
     if inputs:
         count, types = len(sequences), inputs["mm_token_type_ids"]
         given = {name: inputs[name].repeat(count, 1) for name in ("pixel_values", "image_grid_thw")}
         types = torch.cat([types, types.new_zeros(ids.shape[1] - len(types))])
         given["mm_token_type_ids"] = types.expand(count, -1)
-    return model(ids, **given).logits
+        places = ((ids == model.config.image_token_id) & (types == 0)).flatten().nonzero()[:, 0]
+    with text_at(model, ids, places if places is not None and len(places) else None) as shown:
+        return model(shown, **given).logits
 
 
 def unpack(data: bytes, place: int = 0) -> tuple:
@@ -329,12 +338,13 @@ if __name__ == "__main__":
     parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--no-mm-device-do-normalize", dest="normalizes", action="store_false")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
+    parser.add_argument("--enable-tower-connector-lora", dest="adapts_tower", action="store_true")
     options, _ = parser.parse_known_args()
     print("a line of the log", flush=True)
     if "dies_at_start" in options.fault:
         raise ValueError("Free memory on device is less than desired GPU memory utilization")
     rank = options.max_lora_rank if options.enable_lora else 0
-    made = Fake(options.model, options.fault, rank, options.normalizes)
+    made = Fake(options.model, options.fault, rank, options.normalizes, options.adapts_tower)
     if options.skip_tokenizer_init and hasattr(made.model.config, "vision_config"):
         raise ValueError("a processor requires a tokenizer and cannot be initialized")
     waitress.serve(make_app(made), host=options.host, port=options.port, threads=64)

@@ -264,6 +264,7 @@ def for_vllm(family: str) -> dict:
     """Return one of Qwen's families with a text model that vLLM computes on a CPU: heads of 32 numbers, none tied."""
     made = copy.deepcopy(FAMILIES[family])
     made["text"] |= dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)
+    made["text"] |= dict(max_position_embeddings=2048)
     if "head_dim" in made["text"]:
         made["text"]["head_dim"] = 32
     made["text"]["rope_parameters"]["mrope_section"] = [6, 5, 5] if family == "qwen3_vl" else [4, 6, 6]

@@ -30,6 +30,7 @@ from grpo.config.server import ServerConfig
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
+from grpo.model.pictures import PictureProcessor, Vision
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient
 from grpo.pool.delta import make_delta, sha256_of
@@ -121,20 +122,32 @@ class Pool:
         return json.loads(self.get("/status").body)
 
 
-def score(model: PreTrainedModel, prompt: list[int], completions: list[list[int]], temperature: float) -> list[list]:
+def score(
+    model: PreTrainedModel,
+    prompt: list[int],
+    completions: list[list[int]],
+    temperature: float,
+    processor: PictureProcessor | None = None,
+) -> list[list]:
     """Return the log-probs of each completion's ids."""
-    batch = Batcher(0, packs=False).make([(prompt, ids) for ids in completions], "cpu")
+    vision = None if processor is None else Vision(processor, model)
+    batch = Batcher(0, packs=False, vision=vision).make([(prompt, ids) for ids in completions], "cpu")
     with torch.no_grad():
         values = token_logprobs(model, batch, temperature)[0]
     return [part.tolist() for part in values.split([len(ids) for ids in completions])]
 
 
 def distances(
-    task: Task, group: GroupResult, temperature: float, policies: Mapping[int, PreTrainedModel]
+    task: Task,
+    group: GroupResult,
+    temperature: float,
+    policies: Mapping[int, PreTrainedModel],
+    processor: PictureProcessor | None = None,
 ) -> list[float]:
     """Return how far each completion's log-probs are, at most, from those of the versions that its tokens name."""
     scores = {
-        number: score(policy, task.prompt_ids, group.completions, temperature) for number, policy in policies.items()
+        number: score(policy, task.prompt_ids, group.completions, temperature, processor)
+        for number, policy in policies.items()
     }
     rows = enumerate(zip(group.logprobs, group.versions, group.masks, strict=True))
     return [

@@ -29,13 +29,13 @@ def by_parity(drawn: list[int], turn: int) -> list[int] | None:
     return None if sum(drawn) % 2 else [5 + (sum(drawn) + turn) % 40, 2, 7][: 1 + sum(drawn) % 3]
 
 
-def count_answers(group: GroupResult) -> int:
-    """Assert that each answer in a group is that of `by_parity` to the segment before it; return how many there are."""
+def count_answers(group: GroupResult, rule: Answer = by_parity) -> int:
+    """Assert that each answer in a group is the rule's to the segment before it; return how many there are."""
     answers = 0
     for ids, mask in zip(group.completions, group.drawn, strict=True):
         parts = cut_segments(ids, mask)
         for turn, ((_, segment), (_, answer)) in enumerate(zip(parts[:-1:2], parts[1::2], strict=True)):
-            assert answer == by_parity(segment, turn)
+            assert answer == rule(segment, turn)
             answers += 1
     return answers
 

@@ -31,10 +31,8 @@ from stored import TURNS
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.config.sampling_settings import SharedConfig
-from grpo.model.load import load_model, load_settings, load_tokenizer
-from grpo.model.logprobs import token_logprobs
+from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import load_processor, vision_parameters
-from grpo.model.trial import make_batcher
 from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.workers.engine import EngineError, WorkerFailed
@@ -295,6 +293,47 @@ def test_a_worker_that_prepares_pictures_otherwise_ends_before_it_starts_vllm(ma
         make_fake("dies_at_start").start(dataclasses.replace(run, processor="ab"), folders["untied0"], 0)
 
 
+class Pictured:
+    """What draws and scores prompts with pictures: two with equal ids and another picture each, one with three."""
+
+    def __init__(self, folder: Path, run: RunInfo):
+        config = SharedConfig(model_name_or_path=str(folder))
+        self.tokenizer = load_tokenizer(config)
+        self.processor = load_processor(config, load_settings(config), self.tokenizer)
+        self.run = dataclasses.replace(run, vocab_size=len(self.tokenizer), processor=self.processor.fingerprint)
+        self.prompts = []
+        for number, sizes in enumerate([[(40, 56)], [(40, 56)], [(72, 36), (20, 20), (90, 70)]]):
+            files, text = [drawing(*size, seed=number) for size in sizes], f"see {self.processor.placeholder} "
+            self.prompts.append(self.processor.encode(text * len(files), files, add_special_tokens=False))
+        assert [*self.prompts[0]] == [*self.prompts[1]]
+
+    def load(self, folder: Path) -> PreTrainedModel:
+        return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def answer(self, drawn: list[int], turn: int) -> list[int] | None:
+        """Answer with a picture's id, for which there is no picture."""
+        answer = by_parity(drawn, turn)
+        return answer and [self.processor.token_id, *answer]
+
+    def distance_of_draws(self, engine: VllmEngine, policy: PreTrainedModel, version: int) -> float:
+        """Draw for each prompt, and one of text; return the largest difference of the log-probs from the policy's."""
+        far = []
+        for number, prompt in enumerate([*self.prompts, PROMPT]):
+            task = Task(number, 0, version, prompt)
+            drawn = engine.draw(task)
+            check_drawn(drawn, engine.run, task)
+            if engine.turns is not None:
+                assert count_answers(drawn, self.answer) > 0
+            far += distances(task, drawn, self.run.temperature, {version: policy}, self.processor)
+        return max(far)
+
+    def distance_of_probe(self, engine: VllmEngine, policy: PreTrainedModel) -> float:
+        ids = [*range(10, 40)]
+        (right,) = score(policy, self.prompts[0], [ids], 1.0, self.processor)
+        values = engine.logprobs(Probe(self.prompts[0], ids, [0.0] * 30))
+        return max(abs(a - b) for a, b in zip(values, right, strict=True))
+
+
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def pictured_folders(request, tmp_path_factory) -> list[Path]:
     """Folders of a model that takes pictures: the second differs in the vision tower alone."""
@@ -309,55 +348,70 @@ def pictured_folders(request, tmp_path_factory) -> list[Path]:
     return made
 
 
-def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_is_seen(
-    make, run, pictured_folders, request
-):
-    """Also after another picture with equal ids, and after three; a probe without a picture would not see the tower."""
+@pytest.fixture
+def pictured_engine(make, request) -> VllmEngine:
+    """An engine for a family; one family will do for the stand-in."""
     kinds = {*request.node.callspec.params.values()}
     if "fake" in kinds and "qwen2_5_vl" not in kinds:
         pytest.skip("one family will do for the stand-in")
-    config = SharedConfig(model_name_or_path=str(pictured_folders[0]))
-    tokenizer = load_tokenizer(config)
-    processor = load_processor(config, load_settings(config), tokenizer)
-    run = dataclasses.replace(run, vocab_size=len(tokenizer), processor=processor.fingerprint)
-    models = [load_model(SharedConfig(model_name_or_path=str(path)), torch.device("cpu")) for path in pictured_folders]
-    batchers = [make_batcher(model, 0, processor) for model in models]
-    prompts = []
-    for number, sizes in enumerate([[(40, 56)], [(40, 56)], [(72, 36), (20, 20), (90, 70)]]):
-        files = [drawing(*size, seed=number) for size in sizes]
-        prompts.append(processor.encode(f"see {processor.placeholder} " * len(files), files, add_special_tokens=False))
-    assert [*prompts[0]] == [*prompts[1]]
+    return make()
 
-    def logprobs_of(version: int, prompt: PicturedPrompt, ids: list[int], temperature: float) -> list[float]:
-        with torch.no_grad():
-            batch = batchers[version].make([(prompt, ids)], "cpu")
-            return token_logprobs(models[version], batch, temperature)[0].tolist()
 
-    def furthest(version: int) -> float:
-        far = []
-        for number, prompt in enumerate([*prompts, PROMPT]):
-            task = Task(number, 0, version, prompt)
-            drawn = engine.draw(task)
-            check_drawn(drawn, run, task)
-            for ids, logprobs in zip(drawn.completions, drawn.logprobs, strict=True):
-                right = logprobs_of(version, prompt, ids, run.temperature)
-                far.append(max(abs(a - b) for a, b in zip(right, logprobs, strict=True)))
-        return max(far)
-
-    def of_probe(version: int) -> float:
-        ids = [*range(10, 40)]
-        values, right = engine.logprobs(Probe(prompts[0], ids, [0.0] * 30)), logprobs_of(version, prompts[0], ids, 1.0)
-        return max(abs(a - b) for a, b in zip(values, right, strict=True))
-
-    engine = make()
-    engine.start(run, pictured_folders[0], 0)
-    assert furthest(0) < 1e-4 and of_probe(0) < 1e-4 < 0.1 < of_probe(1)
+def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_is_seen(
+    pictured_engine, run, pictured_folders, request
+):
+    """Also after another picture with equal ids, after three, after answers, and of a tower that is new in the middle;
+    a probe without a picture would not see the tower."""
+    engine, pictured = pictured_engine, Pictured(pictured_folders[0], run)
+    old, new = map(pictured.load, pictured_folders)
+    engine.start(pictured.run, pictured_folders[0], 0)
+    assert pictured.distance_of_draws(engine, old, 0) < 1e-4
+    assert pictured.distance_of_probe(engine, old) < 1e-4 < 0.1 < pictured.distance_of_probe(engine, new)
     engine.load(pictured_folders[1], 1)
-    assert furthest(1) < 1e-4 and of_probe(1) < 1e-4 < 0.1 < of_probe(0)
+    assert pictured.distance_of_draws(engine, new, 1) < 1e-4
+    assert pictured.distance_of_probe(engine, new) < 1e-4 < 0.1 < pictured.distance_of_probe(engine, old)
+    engine.turns = WorkerTools(Scripted(EOS, pictured.answer), pictured.tokenizer)
+    engine.run = dataclasses.replace(pictured.run, turns=TURNS, num_generations=8, max_completion_length=60)
+    assert pictured.distance_of_draws(engine, new, 1) < 1e-4
+    engine.turns = None
+    length = 80 if "fake" in request.node.callspec.params.values() else 1500
+    changes = {"eos_token_ids": [], "max_completion_length": length, "in_flight_weight_updates": True}
+    engine.run, task = dataclasses.replace(pictured.run, **changes), Task(9, 0, 1, pictured.prompts[0])
+    before = engine.server.count_tokens() + run.num_generations * len(task.prompt_ids)
+    with ThreadPoolExecutor(1) as thread:
+        drawing = thread.submit(engine.draw, task)
+        wait_until(lambda: engine.server.count_tokens() > before)
+        engine.load(pictured_folders[0], 2)
+        group = drawing.result()
+    assert [{*versions} for versions in group.versions] == [{1, 2}] * run.num_generations
+    # After 1500 tokens float32 rounds by more than 1e-4; the other tower's log-probs differ by nats.
+    assert max(distances(task, group, run.temperature, {1: new, 2: old}, pictured.processor)) < 1e-2
     with pytest.raises(EngineError, match="^the ids of a prompt do not fit its pictures$"):
-        engine.draw(Task(0, 0, 1, PicturedPrompt([*prompts[0]][:-6], prompts[0].pictures)))
+        engine.draw(Task(0, 0, 2, PicturedPrompt([*pictured.prompts[0]][:-6], pictured.prompts[0].pictures)))
     with pytest.raises(EngineError, match="^a picture is no PNG or JPEG file$"):
-        engine.draw(Task(0, 0, 1, PicturedPrompt([*prompts[0]], [b"no picture"])))
+        engine.draw(Task(0, 0, 2, PicturedPrompt([*pictured.prompts[0]], [b"no picture"])))
+    engine.close()
+
+
+def test_versions_of_an_adapter_on_the_tower_too_are_drawn_from(pictured_engine, run, pictured_folders, tmp_path):
+    engine, pictured = pictured_engine, Pictured(pictured_folders[0], run)
+    folder, policies = shutil.copytree(pictured_folders[0], tmp_path / "model"), []
+    adapters = [write_adapter(tmp_path / "0", folder, AutoModelForImageTextToText, r=4, target_modules="all-linear")]
+    adapters.append(shutil.copytree(adapters[0], tmp_path / "1"))
+    weights = load_file(adapters[1] / "adapter_model.safetensors")
+    assert any("visual" in name for name in weights)
+    of_tower = {name: weight * 2 if "visual" in name else weight for name, weight in weights.items()}
+    save_file(of_tower, adapters[1] / "adapter_model.safetensors", {"format": "pt"})
+    policies = [by_hand(folder, adapter, torch.float32, AutoModelForImageTextToText).eval() for adapter in adapters]
+    for version, (adapter, policy) in enumerate(zip(adapters, policies, strict=True)):
+        shutil.copytree(adapter, folder / "adapter", dirs_exist_ok=True)
+        if version == 0:
+            engine.start(dataclasses.replace(pictured.run, base_weights="0" * 64), folder, 0)
+        else:
+            engine.load(folder, version)
+        assert pictured.distance_of_probe(engine, policy) < 1e-4
+        assert pictured.distance_of_probe(engine, policies[1 - version]) > 0.01
+        assert pictured.distance_of_draws(engine, policy, version) < 1e-3  # the adapter makes large logits larger
     engine.close()
 
 
@@ -428,6 +482,11 @@ def test_close_ends_a_start_from_another_thread(run, model_folder, tmp_path):
     threading.Timer(0.5, engine.close).start()
     with pytest.raises(EngineError, match="^vLLM was killed by signal 15; its log is"):
         engine.start(run, model_folder, 0)
+
+
+def test_a_log_that_cannot_be_written_is_an_error_of_the_engine(tmp_path):
+    with pytest.raises(EngineError, match="^.*/none/vllm.log: No such file or directory$"):
+        VllmServer(["true"], os.environ, tmp_path / "none/vllm.log")
 
 
 def test_whatever_vllm_started_ends_with_a_killed_worker(tmp_path):
