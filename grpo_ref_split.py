@@ -36,6 +36,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
+from grpo.algorithm.loss import applied_entropy_coef
 from grpo.client.server_errors import ServerError
 from grpo.config.errors import RewardError
 from grpo.report.curves import draw_curves
@@ -52,7 +53,7 @@ from grpo.trainer.inputs import read_inputs
 from grpo.trainer.out_of_memory import OutOfMemory
 from grpo.trainer.setup import Run, set_up
 from grpo.trainer.step import update
-from grpo.trainer.step_result import coefficients, step_result
+from grpo.trainer.step_result import rates, step_result
 
 log = logging.getLogger("grpo_ref_split")
 
@@ -82,18 +83,19 @@ def optimize(run: Run) -> None:
     config, progress = run.config, run.progress
     evaluated = record.evaluate_policy(run, 0) if progress.step == 0 and run.evaluation_is_due(0) else {}
     for step in (bar := record.progress_bar(run)):
-        clock, current, lost = run.ranks.watchdog.begin(step), coefficients(run), []
+        clock, applied, lost = run.ranks.watchdog.begin(step), rates(run), []
         # Sample, reward while the reference is at work, and compare within each group.
-        batch = run.batch_for(step, current.beta, clock)
+        batch = run.batch_for(step, progress.beta, clock)
         # The reference's log-probs are fetched on the way, after the policy's own forward pass.
         with clock("update"):
-            beta, entropy_coef = current.beta, current.entropy_coef
-            stats = update(run.engine, batch.samples, config, run.batcher, clock, beta, entropy_coef, batch.requests)
+            beta, entropy_coef = progress.beta, applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
+            requests = run.rounds.requests
+            stats = update(run.engine, batch.samples, config, run.batcher, clock, beta, entropy_coef, requests)
         if run.reference_is_due(step):
             with clock("publish_ref"), record.raised_later(lost):
                 progress.ref_step = step
                 run.publisher.publish(step, needed=run.checkpoints.references())
-        result = step_result(run, step, batch, stats, current, clock)
+        result = step_result(run, step, batch, stats, applied, clock)
         progress.step, progress.evaluated = step, {}
         if run.evaluation_is_due(step):
             with record.raised_later(lost):

@@ -56,7 +56,7 @@ def groups_with_signal(
     """Return bool [groups]: whether these rewards ([functions, groups, num_generations]) tell good completions from
     bad, for estimators that judge groups alone (settings.groups_have_signal)."""
     if settings.multi_objective_aggregation == "normalize_then_sum":
-        return has_signal(by_function, settings.reward_tolerance).any(dim=0)
+        return has_signal(by_function[weights != 0], settings.reward_tolerance).any(dim=0)
     baseline = None if greedy is None else total_rewards(greedy, weights)
     return _signal(total_rewards(by_function, weights), baseline, settings)
 
@@ -80,7 +80,7 @@ def normalize_then_sum(by_function: Tensor, weights: Tensor, settings: LossSecti
     """Normalise each function's rewards within the group, add them up by weight, normalise the sums over the batch.
     GDPO, arXiv:2601.05242."""
     no_reward = by_function.isnan().all(dim=0)
-    signal = has_signal(by_function, settings.reward_tolerance).any(dim=0)
+    signal = has_signal(by_function[weights != 0], settings.reward_tolerance).any(dim=0)
     normalised = torch.stack([group_advantages(rewards, "group", settings.reward_tolerance) for rewards in by_function])
     total = torch.einsum("f,fgn->gn", weights, normalised).masked_fill(no_reward, torch.nan)
     scaled = (total - total.nanmean()) / (std(total.flatten()) + 1e-4)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo.config.errors import ConfigError, one_line
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.loss_settings import LossSection
 from grpo.config.user_code import load_function, modes_kept
 
@@ -210,6 +210,9 @@ LOSSES: dict[str, LossFunction] = {
 }
 
 
+_METRICS = "loss", "policy_loss", "kl", "entropy", "entropy_acted_on", "off_policy_masked"  # of every loss
+
+
 @functools.cache  # reward functions may change the directory that a path begins in
 def find_loss(loss_type: str) -> LossFunction:
     """Return the function of a loss type: a built-in one, or the user's with checks. Raises ConfigError."""
@@ -227,6 +230,9 @@ def find_loss(loss_type: str) -> LossFunction:
                 "for each token, policy with the gradient of inputs.logprobs or inputs.ratio, and a dict of "
                 "one-dimensional tensors by name"
             )
+        for name in terms[2]:
+            reason = f"it returns the metric {name!r}, which every loss has: choose another name"
+            require(name.partition(":")[0] not in _METRICS, "loss_type", loss_type, reason)
         return terms
 
     return checked

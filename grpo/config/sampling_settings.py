@@ -138,6 +138,9 @@ class AnswerSection(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.read_json("chat_template_kwargs")
+        for name in ("tokenize", "add_generation_prompt", "continue_final_message"):
+            reason = f"the program itself sets {name}: leave it out"
+            self.check(name not in (self.chat_template_kwargs or {}), chat_template_kwargs=reason)
 
 
 LOCAL_SAMPLERS = (

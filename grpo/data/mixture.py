@@ -68,7 +68,8 @@ def parts_of(config: AnsweringConfig) -> list[Part]:
 
 def weights_of(config: AnsweringConfig) -> dict[str, float] | None:
     """Return the weights of the datasets that are trained on, by label; None without weights. Raises ConfigError."""
-    weights = {part.label: part.weight for part in parts_of(config) if part.weight != 0}
+    trained = [part for part in parts_of(config) if part.weight != 0 and part.config.dataset_train_split]
+    weights = {part.label: part.weight for part in trained}
     return None if None in weights.values() else weights
 
 

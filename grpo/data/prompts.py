@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,8 +63,11 @@ def load_examples(
             loaded = _load_dataset(part.config, name, limit, progress, make)
             examples += [replace(example, source=part.label) for example in loaded]
             columns |= dict.fromkeys(loaded[0].columns)
-        else:  # a reward function of the run asks for its columns too
-            columns |= dict.fromkeys(load_rows(part.config, trained or tested).column_names)
+        elif trained or tested:  # a reward function of the run asks for its columns too
+            is_file = Path(part.config.dataset_name).expanduser().is_file()  # which has no test split
+            there = part.config.dataset_train_split if is_file else trained or tested
+            names = load_rows(part.config, there).column_names
+            columns |= dict.fromkeys([*names, *(["answer"] if part.config.dataset_answer_column in names else [])])
     config.check(bool(examples), dataset_name=f"no dataset has a split to take as {split!r}: name one as test_split")
     return [
         replace(example, index=index, columns={**columns, "source": example.source, **example.columns})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,21 +114,13 @@ class StepBatch:
     rewards: Tensor  # float64 [groups, drawn completions], the weighted sum over functions
     signal: Tensor  # bool [groups], True if the group's completions teach something
     samples: list[Sample]  # groups x num_generations samples, group after group
-    requests: dict[int, Future[list[np.ndarray]]] = field(default_factory=dict)
-    """the round's requests to the reference servers, by group id; a checkpoint has none"""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "requests"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, requests={})
 
     def cut(self, start: int, end: int) -> StepBatch:
         """Return the batch of the groups from `start` up to `end`."""
         copies = len(self.samples) // len(self.groups)
         groups, by_function, samples = self.groups[start:end], self.by_function[:, start:end], self.samples
         samples = samples[start * copies : end * copies]
-        return StepBatch(groups, by_function, self.rewards[start:end], self.signal[start:end], samples, self.requests)
+        return StepBatch(groups, by_function, self.rewards[start:end], self.signal[start:end], samples)
 
     def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what

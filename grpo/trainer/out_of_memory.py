@@ -17,7 +17,7 @@ from grpo.model.devices import is_out_of_memory
 
 START, EVALUATION = "the start", "evaluation"  # places outside of a step's phases
 
-_OF_ROWS, _OF_BATCHES = ("generate", EVALUATION), ("update", "routers", "old_logprobs", "ref_logprobs")
+_OF_BATCHES = "update", "routers", "old_logprobs", "ref_logprobs"
 _GIB = 2**30
 
 
@@ -57,10 +57,15 @@ def _sizes(error: BaseException) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
+def _draws(phase: str, config: TrainerConfig) -> bool:
+    """Tell whether this process draws in a phase: for a pool's workers it copies the policy there."""
+    return phase == EVALUATION or (phase == "generate" and config.sampler != "pool")
+
+
 def _lowered(error: BaseException, phase: str, config: TrainerConfig) -> dict[str, int]:
     """Return the setting that needs less memory with half of its value, but no less than it can have: the run's numbers
     do not depend on it. Empty where it has its least, or would not help."""
-    if phase in _OF_ROWS:
+    if _draws(phase, config):
         draws_whole_groups = config.sampler == "generate" and phase != EVALUATION
         name, least = "sequences_per_generate", config.draws if draws_whole_groups else 1
     elif phase in _OF_BATCHES and not (phase == "update" and _of_gradients(error)):
@@ -73,7 +78,7 @@ def _lowered(error: BaseException, phase: str, config: TrainerConfig) -> dict[st
 
 def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
     """Return what helps where no lower setting does."""
-    if phase in _OF_ROWS:
+    if _draws(phase, config):
         return f"lower max_completion_length={config.max_completion_length} in a new run"
     if phase == "update" and _of_gradients(error):
         return "lower reduce_bucket_size in the DeepSpeed file, use more ranks, or use_peft"

@@ -138,10 +138,11 @@ class PoolSampler(Sampler):
         attempt, groups = seed >> 32, {}
         waiting = {(group, attempt): index for index, group in enumerate(ids)}
         with self._wait_together():
-            # Tasks that were put ahead are put again: the pool may have dropped them, when a version replaced that of
-            # an earlier start of the run.
-            self._put_tasks(self._round, attempt, examples, ids)
-            self._put_tasks_ahead()
+            if self.config.replay is None:
+                # Tasks that were put ahead are put again: the pool may have dropped them, when a version replaced that
+                # of an earlier start of the run.
+                self._put_tasks(self._round, attempt, examples, ids)
+                self._put_tasks_ahead()
             self._drawn = -1
             while waiting:
                 taken = self._take([*waiting][:MOST_TASKS])
@@ -212,7 +213,7 @@ class PoolSampler(Sampler):
     def _wait_together(self) -> Iterator[None]:
         """Log the wait in the block on the first rank. Raise ServersLost on every rank if one lost the pool."""
         ended, lost = threading.Event(), None
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and self.config.replay is None:
             threading.Thread(target=self._log_wait, args=[ended], name="pool-wait", daemon=True).start()
         try:
             try:
@@ -252,12 +253,6 @@ class Replay:
                 "other settings: give what that run had, all but the number of ranks"
             )
 
-    def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """Do nothing: the file has the results already."""
-
-    def send_file(self, source: bytes, sha256: str) -> None:
-        """Do nothing, as put_tasks."""
-
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
         """Return these groups. Raises ServersLost if a group is missing from the file, or damaged."""
         drawn = []
@@ -273,6 +268,3 @@ class Replay:
                 )
             drawn.append(result)
         return drawn
-
-    def status(self) -> dict[str, Any]:
-        return {}

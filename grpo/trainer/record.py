@@ -207,9 +207,12 @@ def _place(run: Run) -> tuple[str, str]:
 
 
 def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]) -> None:
-    """Raise what raised_later kept, or EndRun if too many steps in a row taught nothing, or a signal asks to stop."""
+    """Raise what raised_later kept, or EndRun if too many steps in a row taught nothing, names clash, or a signal asks
+    to stop."""
     if lost:
         raise lost[-1]
+    if result.clash:
+        raise EndRun(result.clash)
     bad_steps = run.progress.bad_steps
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
         raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: the last {result.fault}")

@@ -49,6 +49,7 @@ class Rounds:
     def __post_init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._weights = self.rewarder.weights
+        self.requests: ReferenceRequests = {}  # of the round, by group id
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. Return the batch of each of its
@@ -56,7 +57,7 @@ class Rounds:
         config = self.config
         steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
         examples, ids = self.stream.groups_of(steps, self._rank, self._world_size)
-        self._state, self._clock, self._requests = TrainerState(updates, config.max_steps), clock, {}
+        self._state, self._clock, self.requests = TrainerState(updates, config.max_steps), clock, {}
         with clock("generate"):
             self.sampler.update_weights(updates)
         with fail_together(), self.weights_to_draw():
@@ -75,7 +76,7 @@ class Rounds:
             groups = [replace(group, chosen=row) for group, row in zip(groups, chosen.tolist(), strict=True)]
             compared_rewards = by_function.gather(2, chosen.expand(len(by_function), -1, -1))
             if self.client is not None:
-                self._ask(groups, self._requests)
+                self._ask(groups)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -106,28 +107,28 @@ class Rounds:
 
         signal = share_of_rank.ne(0).any(dim=1)
         rewards = total_rewards(by_function, self._weights)
-        whole = StepBatch(groups, by_function, rewards, signal, samples, self._requests)
+        whole = StepBatch(groups, by_function, rewards, signal, samples)
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 
     def ask_again(self, batches: list[StepBatch]) -> None:
         """Ask the reference about the groups of a resumed run's batches that had no answer when the run was saved."""
         for batch in batches if self.client is not None else []:
             unanswered = {sample.group_id for sample in batch.samples if sample.ref_logprobs is None}
-            self._ask([group for group in batch.groups if group.id in unanswered], batch.requests)
+            self._ask([group for group in batch.groups if group.id in unanswered])
 
-    def _ask(self, groups: list[Group], requests: ReferenceRequests) -> None:
+    def _ask(self, groups: list[Group]) -> None:
         asked = [
             (f"group {group.id}", group.example.prompt_ids, [each.completion_ids for each in group.trained.values()])
             for group in groups
         ]
-        requests |= zip((group.id for group in groups), self.client.request_groups(asked), strict=True)
+        self.requests |= zip((group.id for group in groups), self.client.request_groups(asked), strict=True)
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
         """Draw a group for each example. Ask the reference about groups as they end, together in one request."""
 
         def ask(ended: dict[int, list[Rollout]]) -> None:
             groups = [Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()]
-            self._ask(groups, self._requests)
+            self._ask(groups)
 
         config = self.config
         on_groups = ask if self.client is not None and config.num_draws is None else None
@@ -172,7 +173,7 @@ class Rounds:
             replaced += on_all_ranks
             ids = [groups[row].id for row in rows]
             for group_id in ids:
-                if (request := self._requests.pop(group_id, None)) is not None:
+                if (request := self.requests.pop(group_id, None)) is not None:
                     request.cancel()
             with fail_together(), self.weights_to_draw():
                 with self._clock("generate"):
@@ -197,7 +198,7 @@ class Rounds:
     def _kl(self, samples: list[Sample]) -> torch.Tensor:
         """Return the KL of each completion: float64 [samples]. Raises ServersLost on every rank without an answer."""
         with self._clock("wait_ref"):
-            wait_together(samples, self._requests)
+            wait_together(samples, self.requests)
         return torch.stack([summed_kl(sample, self.config.kl_estimator) for sample in samples])
 
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
-from grpo.config.errors import RewardError
+from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef
 from grpo.data.records import Rollout, StepBatch
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats, step_metrics
@@ -19,14 +18,6 @@ _FAILURES = "tool_failures"  # the calls of tools that failed, among a step's nu
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    beta: float
-    entropy_coef: float
-    learning_rate: float
-    ref_step: int  # step after which the policy became the reference; 0 for none
-
-
-@dataclass(frozen=True)
 class StepResult:
     """The result of a step, the same on every rank."""
 
@@ -35,24 +26,30 @@ class StepResult:
     fault: str  # why the step taught the policy nothing, and what helps; empty if it taught something
     signal: int  # number of the signal that a rank received; 0 for none
     drifts: list[tuple[int, float, int]]  # group id, mean distance of sampler and policy, tokens; empty without a pool
+    clash: str  # which metric of the user's has the name of another, and what helps; empty for none
 
 
-def coefficients(run: Run) -> Coefficients:
-    config, progress = run.config, run.progress
-    entropy_coef = applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
-    return Coefficients(progress.beta, entropy_coef, run.schedule.get_last_lr()[0], progress.ref_step)
+def rates(run: Run) -> dict[str, float]:
+    """Return the metrics of the coming step that its end changes: the learning rate, and the step after which the
+    policy became the reference, 0 for none."""
+    ref_step = {"ref_step": run.progress.ref_step} if run.publisher else {}
+    return {"learning_rate": run.schedule.get_last_lr()[0], **ref_step}
 
 
 def step_result(
-    run: Run, step: int, batch: StepBatch, stats: dict[str, Stats], applied: Coefficients, clock: PhaseClock
+    run: Run, step: int, batch: StepBatch, of_update: dict[str, Stats], applied: dict[str, float], clock: PhaseClock
 ) -> StepResult:
-    """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together.
-    Raises RewardError if a reward function logs a metric under a name that the run has."""
-    add_stats(stats, _numbers(run, step, batch, clock))
-    everyone: dict[str, Stats] = {}
-    by_rank = gather((stats, run.stop.asked))
-    for of_rank, _ in by_rank:
-        add_stats(everyone, of_rank)
+    """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together."""
+    numbers: dict[str, Stats] = {}
+    add_stats(numbers, _numbers(run, step, batch, clock))
+    by_rank = gather((of_update, numbers, run.stop.asked))
+    of_updates: dict[str, Stats] = {}
+    others: dict[str, Stats] = {}
+    for of_rank, numbers_of_rank, _ in by_rank:
+        add_stats(of_updates, of_rank)
+        add_stats(others, numbers_of_rank)
+    clashes = [f"the loss returns {name!r}" for name in sorted(of_updates.keys() & others.keys())]
+    everyone = of_updates | others
     masked = "loss" not in everyone
     is_applied = masked or run.engine.was_step_applied()
     rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
@@ -65,19 +62,19 @@ def step_result(
     progress.flat_steps = progress.flat_steps + 1 if is_flat else 0
     progress.bad_steps = [*progress.bad_steps, step] if fault else []
     metrics = _metrics(run, everyone, applied, masked)
-    metrics |= _adapt(run, everyone, applied, learns)
+    metrics |= _adapt(run, everyone, learns)
     for name, numbers in _with_prefix(everyone, _LOGGED):
         if name in metrics or name == "step" or name.startswith("eval_"):
-            raise RewardError(
-                f"log_metric: a reward function logs {name!r}, a metric that the run has: choose another name"
-            )
-        metrics[name] = numbers.mean
+            clashes.append(f"log_metric: a reward function logs {name!r}")
+        else:
+            metrics[name] = numbers.mean
+    clash = f"{clashes[0]}, a metric that the run has: choose another name" if clashes else ""
     drifts = [
         (int(group), numbers.mean, numbers.count)
         for group, numbers in _with_prefix(everyone, DRIFT)
         if math.isfinite(numbers.mean)
     ]
-    return StepResult(metrics, is_applied, fault, max(signal for _, signal in by_rank), drifts)
+    return StepResult(metrics, is_applied, fault, max(signal for *_, signal in by_rank), drifts, clash)
 
 
 def _fault(run: Run, completions: int, masked: bool, applied: bool, rewarded: bool) -> str:
@@ -140,31 +137,30 @@ def _by_source(batch: StepBatch, by_name: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _metrics(run: Run, everyone: Mapping[str, Stats], applied: Coefficients, masked: bool) -> dict[str, float]:
+def _metrics(run: Run, everyone: Mapping[str, Stats], applied: Mapping[str, float], masked: bool) -> dict[str, float]:
     config, progress = run.config, run.progress
     return {
         "loss": 0.0,
         **step_metrics(everyone),
         **failure_frequency(everyone),
         "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
-        "learning_rate": applied.learning_rate,
+        **applied,
         "skipped_steps": run.engine.skipped_steps,
         "num_tokens": progress.num_tokens,
-        **({"ref_step": applied.ref_step} if run.publisher else {}),
         "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
         **({"resampled_groups": progress.resampled} if config.max_resample else {}),
         **({"masked_steps": progress.masked_steps} if config.mask_truncated_completions else {}),
     }
 
 
-def _adapt(run: Run, everyone: Mapping[str, Stats], applied: Coefficients, learns: bool) -> dict[str, float]:
+def _adapt(run: Run, everyone: Mapping[str, Stats], learns: bool) -> dict[str, float]:
     """Move the coefficients that follow from a step's numbers, and return them as metrics."""
     config, progress, metrics = run.config, run.progress, {}
     if config.kl_target is not None and "kl" in everyone:
-        metrics["beta"] = applied.beta
+        metrics["beta"] = progress.beta
         if learns:
             completions = everyone["completions/mean_length"].count
-            progress.beta = adapt_beta(applied.beta, everyone["kl"].mean, completions, config.kl_target)
+            progress.beta = adapt_beta(progress.beta, everyone["kl"].mean, completions, config.kl_target)
     if config.use_adaptive_entropy and learns:
         progress.entropy = everyone["entropy_acted_on"].mean
         progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)

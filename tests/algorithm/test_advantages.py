@@ -120,6 +120,11 @@ def test_a_group_with_signal_is_one_with_advantages():
             signal = groups_with_signal(by_function, weights, settings)
             assert signal.tolist() == advantages(by_function, weights, settings).ne(0).any(dim=1).tolist()
             assert not signal.all() and signal.any()
+    by_function, unweighted = tensor([[[1.0, 1.0], [0.0, 1.0]], [[0.0, 3.0], [2.0, 2.0]]]), tensor([1.0, 0.0])
+    for aggregation in AGGREGATIONS:
+        settings = LossSection(multi_objective_aggregation=aggregation)
+        assert groups_with_signal(by_function, unweighted, settings).tolist() == [False, True]
+        assert advantages(by_function, unweighted, settings).ne(0).tolist() == [[False] * 2, [True] * 2]
 
 
 # --- the estimators beside grpo

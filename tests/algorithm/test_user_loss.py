@@ -105,6 +105,10 @@ REFUSED = [
         r"{'a': tensor\(1.*}\): return ",
     ),
     (
+        "def loss(inputs, settings): return inputs.logprobs, inputs.entropy, {'kl:max': inputs.entropy}",
+        "it returns the metric 'kl:max', which every loss has: choose another name",
+    ),
+    (
         "def loss(inputs, settings): return inputs.logprobs.detach(), inputs.entropy, {}",
         "policy with the gradient of inputs.logprobs",
     ),

@@ -56,6 +56,7 @@ IMPOSSIBLE = {
     "--port 0": "port=0: the trainer cannot know",
     "--chat_template_kwargs {enable": "chat_template_kwargs='{enable': ",
     "--chat_template_kwargs [1]": "chat_template_kwargs=[1]: write a JSON object",
+    "--chat_template_kwargs '{\"tokenize\":true}'": "the program itself sets tokenize: leave it out",
     "--reward_weights 1": "reward_weights=[1.0]: give 2 weights, one for each of correctness_reward format_reward",
     "--reward_weights 1 x": "reward_weights='x': use a number",
     "--reward_weights 1 --reward_funcs": "reward_weights=[1.0]: give 0 weights",

@@ -59,6 +59,21 @@ def test_rows_of_all_have_the_columns_of_all_and_their_source(folder, tokenizer)
         "poems"
     }
     assert weights_of(config(folder)) == {"poems": 1}
+    assert examples[0].columns.keys() == held_out[0].columns.keys()
+
+
+def test_a_dataset_that_is_not_trained_on_or_not_evaluated_is_left_out(folder, tokenizer):
+    """A single file too, which has no test split."""
+    sums = "- path: sums\n  weight: 1\n"
+    for rest in ("weight: 0", "weight: 0, test_split: ''", "weight: 2, split: ''"):
+        (folder / "mix.yaml").write_text(f"{sums}- {{path: poems.jsonl, prompt_column: wish, {rest}}}")
+        examples = load_examples(config(folder), "train", tokenizer, progress=False)
+        assert {example.source for example in examples} == {"sums"} and weights_of(config(folder)) == {"sums": 1}
+    (folder / "mix.yaml").write_text(
+        "- {path: sums, answer_column: '', weight: 1}\n"
+        "- {path: poems.jsonl, prompt_column: wish, answer_column: lines, test_split: '', weight: 1}"
+    )
+    assert "answer" in load_examples(config(folder), "test", tokenizer, progress=False)[0].columns
 
 
 @pytest.mark.parametrize(

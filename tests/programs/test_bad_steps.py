@@ -78,6 +78,14 @@ def none(prompts, completions, **columns):
 def never(prompts, completions, **columns):
     return [None for _ in completions]
 
+def clashes(completions, trainer_state, log_metric, **kwargs):
+    if trainer_state.global_step == 1:
+        log_metric("reward", 1.0)
+    return [float(len(text)) for text in completions]
+
+def loss(inputs, settings):
+    return -inputs.logprobs, inputs.entropy, {"tokens": inputs.entropy}
+
 def flat(completions, trainer_state, **kwargs):
     step = trainer_state.global_step + 1
     return [place / 10 if step == 2 else 0.5 for place, _ in enumerate(completions)]
@@ -97,6 +105,20 @@ def train(model_folder, data_folder, tmp_path):
         return ended.stdout, one_line(ended.stdout) if code else "", lines(tmp_path / "run/metrics.jsonl")
 
     return run
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["reward function", "loss"])
+def test_a_metric_with_the_name_of_the_runs_ends_it_after_that_step_with_a_checkpoint(train, tmp_path, kind):
+    if kind == "loss":
+        _, error, rows = train("never", loss_type=f"{tmp_path}/own.py:loss", reward_weights=0)
+        assert "the loss returns 'tokens', a metric that the run has: choose another name" in error
+    else:
+        _, error, rows = train("clashes")
+        assert "a reward function logs 'reward', a metric that the run has: choose another name" in error
+    assert error.endswith(f"goes on after step {len(rows)}") and len(rows) == (1 if kind == "loss" else 2)
+    assert rows[-1]["reward"] is None or rows[-1]["reward"] > 1
 
 
 @pytest.mark.slow

@@ -67,6 +67,11 @@ LOW = {"micro_batch_tokens": 600, "max_prompt_length": 200, "max_completion_leng
             LOW | {"sequences_per_generate": 8, "sampler": "generate"},
             "lower max_completion_length=400 in a new run",
         ),
+        (
+            "generate",
+            {"sampler": "pool", "pool": "http://a"},
+            "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft",
+        ),
         (EVALUATION, {"sequences_per_generate": 8}, "lower sequences_per_generate=8"),
         ("optimizer", {}, "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"),
         (START, {}, "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"),
