@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     Rows = Dataset | Sequence[Mapping[str, Any]] | str | Path
 
 _STEP = re.compile(r"step (\d+) of (\d+): (.+)")
-_ERROR = re.compile(r": error: (.+)")
+_ERROR = re.compile(r"^[^:]*(?:grpo|ref_server)[^:]*: error: (.+)", re.MULTILINE)  # no line of a compiler's
 _FUNCTIONS = '''"""The functions that grpo.train was given."""
 
 from pathlib import Path
@@ -87,22 +87,26 @@ class SavedRun:
         """Return what the model's answers earn on these rows, or on the run's own: the metrics of `grpo eval`, whose
         options `settings` are. Raises SettingsError, RunError."""
         with tempfile.TemporaryDirectory() as folder:
-            inputs, output = _Inputs(Path(folder)), Path(folder) / "output"
+            inputs = _Inputs(Path(folder), is_shared=False)
+            output = Path(settings.pop("output", None) or Path(folder) / "output")
             if isinstance(dataset, str | Path):
                 settings["dataset_name"] = str(dataset)
             elif dataset is not None:
                 settings |= {"dataset_name": inputs.rows("dataset", "test", dataset), "dataset_test_split": "test"}
             code = self._asked("reward_funcs", "reward_weights", "tools", "environment")
-            _follow(["-m", "grpo.evaluate"], inputs.write({**code, "output": str(output), **settings}))
+            if "reward_funcs" in settings:  # weights are for the functions that they were written with
+                code.pop("reward_weights", None)
+            _follow(["-m", "grpo.evaluate"], inputs.write({**code, **settings, "output": str(output)}), _alone())
             return json.loads((output / "metrics.json").read_text(encoding="utf-8"))
 
     def chat(self, question: str, **settings: Any) -> str:
         """Return the model's answer to one question. `settings` are options of `grpo chat`. Raises SettingsError."""
         with tempfile.TemporaryDirectory() as folder:
-            config = _Inputs(Path(folder)).write(self._asked("tools", "environment") | settings)
+            config = _Inputs(Path(folder), is_shared=False).write(self._asked("tools", "environment") | settings)
             command = [sys.executable, "-m", "grpo.chat", "--config", str(config)]
             lines = " ".join(question.splitlines()) + "\n"  # a line is a question
-            done = subprocess.run(command, env=_environment(), input=lines, capture_output=True, text=True, check=False)
+            streams = {"input": lines, "capture_output": True, "text": True, "errors": "replace"}
+            done = subprocess.run(command, env=_alone(), check=False, **streams)
         if done.returncode:
             _raise(done.returncode, done.stderr)
         return done.stdout.strip()
@@ -147,6 +151,8 @@ def train(
     if settings.get("resume_from_checkpoint") is None:  # before another run's inputs are written over
         check_unused("output_dir", folder, may_have_begun=True)
     inputs = _Inputs(folder.with_name(f"{folder.name}.inputs"))
+    if settings.get("resume_from_checkpoint") is None:
+        inputs.clear()
     settings = {"model_name_or_path": str(model), "output_dir": str(folder), **settings}
     if reward_funcs is not None:
         is_single = isinstance(reward_funcs, str) or callable(reward_funcs)
@@ -161,7 +167,7 @@ def train(
         if name != settings.get("dataset_name"):
             raise ConfigError("eval_dataset: give rows with rows, or let train_dataset name a folder with both splits")
     program = [str(PROGRAMS / "grpo_ref_split.py")] if "RANK" in os.environ else ["-m", "grpo.launch"]
-    _follow(program, inputs.write(settings))
+    _follow(program, inputs.write(settings), _environment())
     return SavedRun(folder)
 
 
@@ -198,11 +204,18 @@ class RefClient:
 
 
 class _Inputs:
-    """The files of what a function is given: rows, functions, settings. The first rank of a machine writes them."""
+    """The files of what a function is given: rows, functions, settings. The first rank of a machine writes them, unless
+    each has a folder of its own."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder.absolute()
+    def __init__(self, folder: Path, is_shared: bool = True):
+        self.folder, self._writes = folder.absolute(), first_here() or not is_shared
         self._functions: dict[str, object] = {}
+
+    def clear(self) -> None:
+        """Remove the rows of an earlier run of this name, whose own folder is gone."""
+        if self._writes:
+            for old in self.folder.glob("*.parquet"):
+                old.unlink()
 
     def rows(self, field: str, split: str, rows: Rows) -> str:
         """Write rows as the folder's file of this split. Return the dataset's name."""
@@ -214,10 +227,10 @@ class _Inputs:
             rows = datasets.Dataset.from_list([*rows])
         if not isinstance(rows, datasets.Dataset):
             raise ConfigError(f"{field}={type(rows).__name__}: give a datasets.Dataset, a list of rows, or a name")
-        if first_here():
+        if self._writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             datasets.disable_progress_bars()
-            rows.to_parquet(self.folder / f"{split}.parquet")
+            rows.to_parquet(self.folder / f"{split.partition('[')[0]}.parquet")  # of train[:30] the whole
         return str(self.folder)
 
     def write(self, settings: Mapping[str, Any]) -> Path:
@@ -227,7 +240,7 @@ class _Inputs:
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"a setting is no text, number or list of such: {error.args[-1]!r}") from error
         self.folder.mkdir(parents=True, exist_ok=True)
-        if first_here():
+        if self._writes:
             for old in self.folder.glob("*.dill"):
                 old.unlink()
             for name, function in self._functions.items():
@@ -274,10 +287,17 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
 
 
-def _follow(program: list[str], config: Path) -> None:
+def _alone() -> dict[str, str]:
+    """Return the environment of a child that is no rank, also of a script under torchrun."""
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    return {name: value for name, value in _environment().items() if not name.startswith(("TORCHELASTIC_", *names))}
+
+
+def _follow(program: list[str], config: Path, environment: Mapping[str, str]) -> None:
     """Run a program with these settings to its end; print its lines, or show steps as a bar. Pass signals on."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = start_program([*program, "--config", str(config)], _environment(), **streams)
+    # What the user's code starts may print any bytes.
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
+    process = start_program([*program, "--config", str(config)], environment, **streams)
     errors: list[str] = []
     interrupted = False
     with _signals_passed_on(process), closing(_Screen()) as screen:

@@ -22,12 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-
-import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import free_port, start_program
@@ -35,6 +32,7 @@ from grpo.config.errors import COMMAND, LOWERED, ConfigError, program_name, say_
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.record_settings import settings_in
+from grpo.report.status import answer_of
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import read_records
 from grpo.run.run_folder import find_run_folder, finished_steps
@@ -233,8 +231,7 @@ class Programs:
             return 0
         if (code := self._server.poll()) is None:
             if not self._server_was_ready:
-                with suppress(requests.RequestException):
-                    self._server_was_ready = requests.get(f"{self._server_url}/health", timeout=5).status_code == 200
+                self._server_was_ready = answer_of(self._server_url) == "ready"
             return 0
         # With 2 it has refused a setting; that "ready" was of another server, on the same port.
         if not self._server_was_ready or code == 2:

@@ -90,7 +90,7 @@ def parse_arguments(
     takes a model's name, the names of the program's settings and the names that are given, and returns settings saved
     with the model; the command line and the file of `--config` win over them."""
     parser = _Parser(config_class, description)
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = parser.with_truths(sys.argv[1:] if argv is None else argv)
     settings = {field.name: field for field in fields(config_class)}
     try:
         first, _ = parser.parse_known_args(arguments)
@@ -180,6 +180,14 @@ class _Parser(ArgumentParser):
                 _add_option(group, field, hints[field.name], short.get(field.name), shown)
         if hidden := len(fields(config_class)) - self._shown:
             self.epilog = f"{hidden} more: '--help all' shows all, '--help TOPIC' those of a topic: {self._topics}"
+
+    def with_truths(self, words: list[str]) -> list[str]:
+        """Give a switch before a positional argument, `--serve runs/a`, its value, for which argparse takes that."""
+        if not hasattr(self._config_class, "POSITIONAL"):
+            return words
+        switches = {name for action in self._actions if action.type is _read_truth for name in action.option_strings}
+        pairs = zip(words, [*words[1:], ""], strict=True)
+        return [f"{word}=true" if word in switches and after.lower() not in _TRUTH else word for word, after in pairs]
 
     def end_with_help(self, topic: str) -> NoReturn:
         parser = _Parser(self._config_class, self.description if topic in (COMMON, ALL) else "", topic)

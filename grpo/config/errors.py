@@ -93,6 +93,11 @@ def first_here() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def ranks_here() -> int:
+    """Return the number of this machine's ranks, as the deepspeed launcher or torchrun says."""
+    return launcher_number("LOCAL_SIZE", launcher_number("LOCAL_WORLD_SIZE", 1, least=1), least=1)
+
+
 def rank_count() -> int:
     return launcher_number("WORLD_SIZE", 1, least=1)
 

@@ -109,6 +109,7 @@ _TRL: dict[str, Rule] = {
     "target_modules": "lora_target_modules",
     "per_device_train_batch_size": "_sequences",
     "gradient_accumulation_steps": "_accumulation",
+    "steps_per_generation": "_micro_steps",  # of accumulation there, and updates here
     "bf16": lambda value: {"dtype": "bfloat16"} if value else {},
 }
 _VERL: dict[str, Rule] = {
@@ -213,18 +214,20 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[st
     try:
         for name, value in _given(path, table):
             rule = table.get(name) or (name if name in ours else None)
-            if rule is None:
+            if isinstance(value, str) and "$" in (value := os.path.expandvars(value)):
+                left.setdefault(name, f"{value} is a variable of the script: write its value")
+            elif rule is None:
                 left.setdefault(name, INSTEAD.get(name.rpartition(".")[2], ""))
             else:
                 found = {rule: value} if isinstance(rule, str) else rule(value)
                 parts |= {key: value for key, value in found.items() if key not in parts}  # the first of several
+        if not parts:
+            raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
+        return _join(trainer, parts), left
     except OSError as error:
         raise ConfigError(f"from='{path}': {error.strerror}: name the file of {trainer}'s settings") from error
-    except (SyntaxError, ValueError, yaml.YAMLError) as error:
+    except (SyntaxError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
-    if not parts:
-        raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
-    return _join(trainer, parts), left
 
 
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
@@ -234,9 +237,14 @@ def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
         settings.pop("num_train_epochs", None)
     elif "num_train_epochs" in settings:
         settings.pop("max_steps", None)
+    passes = int(parts.get("_accumulation", 1))
+    if trainer == "trl" and parts.keys() & {"_accumulation", "_micro_steps"}:
+        parts.setdefault("_sequences", 8)
     if "_sequences" in parts:  # of a process: for more of them multiply
-        group, passes = int(settings.get("num_generations", 8)), int(parts.get("_accumulation", 1))
+        group = int(settings.get("num_generations", 8))
         settings["prompts_per_step"] = max(1, int(parts["_sequences"]) * passes // group)
+    if (updates := int(parts.get("_micro_steps", passes)) // passes) > 1:
+        settings["steps_per_generation"] = updates
     if "_round" in parts:
         updates = int(parts["_round"]) // int(settings.setdefault("prompts_per_step", parts["_round"]))
         settings |= {"steps_per_generation": updates} if updates > 1 else {}
@@ -266,8 +274,9 @@ def _given(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
     elif path.suffix in (".yaml", ".yml"):
         yield from _leaves("", load_yaml(text) or {})
     else:
-        for name, value in re.findall(r"(?<!\S)['\"]?\+*([A-Za-z_]\w*(?:\.\w+)+)=('[^']*'|\"[^\"]*\"|\S+)", text):
-            yield name, load_yaml(value.strip("'\""))
+        for name, word in re.findall(r"(?<!\S)['\"]?\+*([A-Za-z_]\w*(?:\.\w+)+)=('[^']*'|\"[^\"]*\"|\S+)", text):
+            if (value := word.strip("'\"")) and (value := value if "$" in value else load_yaml(value)) is not None:
+                yield name, value
 
 
 def _leaves(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -294,4 +303,5 @@ def _python_constants(tree: ast.Module, wanted: Collection[str]) -> Iterator[tup
         for name, value in pairs:
             if isinstance(value, ast.Constant | ast.List | ast.UnaryOp):
                 with suppress(ValueError):  # an expression, of which only the script knows the value
-                    yield name, ast.literal_eval(value)
+                    if (constant := ast.literal_eval(value)) is not None:
+                        yield name, constant

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
-from grpo.config.errors import RewardError
+from grpo.config.errors import RewardError, ranks_here
 from grpo.usercode.prints import PRINTS
 
 _START_SECONDS = 300.0  # to import the user's files; not a part of a call's deadline
@@ -31,7 +31,7 @@ END_SECONDS = 30.0  # to kill all descendants
 
 def count_processes() -> int:
     """Return one process per core of this rank, and two at least: one call may hang."""
-    return max(2, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    return max(2, min(16, (os.cpu_count() or 1) // ranks_here()))
 
 
 class CallLost(Exception):
@@ -122,8 +122,9 @@ class UserProcess:
     def _wait_ready(self) -> None:
         try:
             reply = json.loads(self._read_line(time.monotonic() + _START_SECONDS))
-        except (OSError, EOFError, ValueError):
-            how = self._explain_end()
+        except (OSError, EOFError, ValueError) as error:
+            is_slow = isinstance(error, TimeoutError)
+            how = f"was not ready in {_START_SECONDS:.0f} s" if is_slow else self._explain_end()
             self.stop()
             raise RewardError(f"a worker process for {' '.join(self._names)} {how} as it imported your files") from None
         if "raised" in reply:

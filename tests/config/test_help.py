@@ -50,6 +50,13 @@ def test_the_short_help_has_what_most_people_touch_and_all_has_all(help_of, conf
     assert (f"{len(everything - common)} more: '--help all' shows" in help_of(config_class)) == (everything != common)
 
 
+def test_a_switch_before_a_folder_is_a_switch():
+    runs = ["runs/a", "runs/b"]
+    for words in (["--serve", *runs], ["--serve", "true", *runs], [*runs, "--serve"]):
+        config = parse_arguments(ReportConfig, "", words)
+        assert (config.runs, config.serve) == (runs, True)
+
+
 def test_a_topic_is_a_word_of_a_heading_or_a_setting(help_of):
     assert {"use_peft", "lora_r"} < shown(help_of(TrainerConfig, "lora"))
     assert "beta" not in shown(help_of(TrainerConfig, "lora"))

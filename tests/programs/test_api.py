@@ -23,7 +23,7 @@ import grpo
 
 ELSEWHERE = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
 BEGIN = """
-import json
+import json, os
 import datasets, grpo
 
 MARK = "z"
@@ -36,6 +36,10 @@ def marks(completions, source, **kwargs):
     return [float(counted(completion)) for completion in completions]
 
 marks.is_verdict = True
+
+def judge(completions, **kwargs):
+    os.write(1, b"\\xff bytes that are no text\\nprog.cpp:3:5: error: of a compiler\\n")
+    return [0.0 for _ in completions]
 
 def ran_out(completions, **kwargs):
     raise ValueError("the judge is asleep")
@@ -68,7 +72,8 @@ def test_the_page_s_script_trains_evaluates_asks_and_draws(model_folder, tmp_pat
         "rows,  # or": "datasets.Dataset.from_list(rows),  # or",
         "max_steps=100": f"num_train_epochs=0.08, eval_steps=2, output_dir='run', port={free_port()}, **mine",
         "run.plot().show()": "print(json.dumps([run.metrics, run.plot().size, run.metrics._repr_html_()]))",
-        "print(run.evaluate(rows[:5]),": "print(json.dumps([run.evaluate(rows[:5]), run.evaluate()]),",
+        "print(run.evaluate(rows[:5]),": "print(json.dumps([run.evaluate(rows[:5], **other), run.evaluate()]),",
+        "if __name__": "other = dict(reward_funcs=[judge, brevity], output='out')\n\nif __name__",
     }.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
@@ -78,7 +83,8 @@ def test_the_page_s_script_trains_evaluates_asks_and_draws(model_folder, tmp_pat
     assert "the reference server is ready" in output and "kl" in metrics[2] and "<table" in table and size[0] > 600
     (asked,) = [line for line in output.splitlines() if line.startswith('[{"eval_n": 5')]
     (few, own), end = json.JSONDecoder().raw_decode(asked)
-    assert few["eval_n"] == 5 and own["eval_n"] == 20
+    assert few["eval_n"] == 5 and own["eval_n"] == 20 and (tmp_path / "out/metrics.json").exists()
+    assert "bytes that are no text" in output and "of a compiler" in output
     assert own["eval_rewards/brevity/mean"] == metrics[2]["eval_rewards/brevity/mean"]
     assert asked[end:].endswith(f" {tmp_path}/run/model") and len(asked[end:]) > len(f"  {tmp_path}/run/model")
 
@@ -151,12 +157,12 @@ def test_under_torchrun_all_ranks_train_one_run(model_folder, tmp_path):
     text = """
 if __name__ == "__main__":
     run = grpo.train(MODEL, train_dataset=rows, reward_funcs=marks, max_steps=2, **small, **FOLDER)
-    print("steps:", len(run.metrics))
+    print("steps:", len(run.metrics), run.evaluate(rows[:5])["eval_n"])
 """
     text = text.replace("MODEL", repr(str(model_folder)))
     words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
     output = ended(script(tmp_path, text.replace("FOLDER", "{'output_dir': 'run'}"), *words))
-    assert output.count("steps: 2") == 2
+    assert output.count("steps: 2 5") == 2
     (start,) = lines(tmp_path / "run/starts.jsonl")
     assert start["ranks"] == 2
     environment = {"RANK": "0", "WORLD_SIZE": "1"}

@@ -36,12 +36,14 @@ VERL = r"""python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \
     actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \
     actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm \
-    actor_rollout_ref.rollout.n=5 trainer.logger='["console","wandb"]' trainer.total_epochs=15 $@
+    actor_rollout_ref.rollout.n=5 trainer.logger='["console","wandb"]' trainer.total_epochs=15 \
+    trainer.total_training_steps=null trainer.save_freq=${NO_SUCH_VARIABLE} $@
 """
 TRL = """
 from trl import GRPOConfig, GRPOTrainer
 rate = 3e-6
 args = GRPOConfig("out", num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2, beta=0.01,
+                  steps_per_generation=4,
                   learning_rate=rate, max_steps=50, use_vllm=True, loss_type="dr_grpo")
 trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=args, peft_config=LoraConfig(r=8))
 """
@@ -79,7 +81,7 @@ TRANSLATED = {
             **{"scale_rewards": "none", "loss_type": "dr_grpo", "model_name_or_path": "Qwen/Qwen3-8B"},
             **{"num_train_epochs": 15},
         },
-        ["trainer.logger\n"],
+        ["trainer.logger\n", "trainer.save_freq (${NO_SUCH_VARIABLE} is a variable of the script: write its value)"],
     ),
     "trl": (
         "script.py",
@@ -87,6 +89,7 @@ TRANSLATED = {
         {
             **{"num_generations": 4, "prompts_per_step": 4, "beta": 0.01, "max_steps": 50, "loss_type": "dr_grpo"},
             **{"use_peft": True, "lora_r": 8, "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"},
+            **{"steps_per_generation": 2},
         },
         ["use_vllm (use sampler pool"],
     ),

@@ -24,7 +24,8 @@ time.sleep(60)
 """
 
 
-def test_a_run_trains_is_killed_and_is_done(tmp_path, server):
+def test_a_run_trains_is_killed_and_is_done(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody: servers of a run are asked without
     nobody = f"http://127.0.0.1:{free_port()}"
     settings = {"max_steps": 100, "ref": "server", "beta": 0.04, "ref_servers": [server.url, nobody], "pool": None}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
