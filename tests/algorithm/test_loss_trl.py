@@ -152,7 +152,9 @@ def check_against_trl(trl, settings: LossSection, beta: float, batch: list[oracl
     our_value, our_metrics, tokens = compute(batch, settings, beta)
     check_value_and_slopes(our_value, gradients(our_value, tokens), value, slopes)
     add_stats(stats := {}, our_metrics)
-    for name in stats.keys() & metrics.keys():
+    both = stats.keys() & metrics.keys()
+    assert {"entropy", *(["kl"] if beta else [])} <= both
+    for name in both:
         # TRL's mean over sequences has the empty ones in it.
         of_sequences = settings.importance_sampling_level == "sequence" and name.endswith(("_mean", "clip_ratio"))
         count = len(batch) / stats[name].count if of_sequences else 1

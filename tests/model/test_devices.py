@@ -136,4 +136,5 @@ except Exception as error:
 """
     environment = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "GPU-8d1f2ab4", "PYTHONPATH": str(tmp_path)}
     ended = run_python("-c", ask, environment=environment)
-    assert ended.returncode == 0 and "ValueError" not in ended.stdout and "GPU-8d1f2ab4" not in ended.stdout
+    assert ended.returncode == 0 and "Error" in ended.stdout
+    assert "ValueError" not in ended.stdout and "GPU-8d1f2ab4" not in ended.stdout

@@ -166,7 +166,7 @@ def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, m
     before = set(psutil.Process().children(recursive=True))  # of other tests' pools
     assert rewards(pooled("length", timeout=1), ["a", "stop", "ccc"]) == [[1, 0, 3]]
     below = set(psutil.Process().children(recursive=True)) - before
-    assert sum(map(is_worker, below)) <= 4
+    assert 0 < sum(map(is_worker, below)) <= 4
 
 
 def test_more_hangs_than_processes_are_all_survived(pooled):

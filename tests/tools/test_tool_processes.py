@@ -248,6 +248,15 @@ def test_a_file_that_only_a_process_cannot_load_ends_the_run(tmp_path, which):
         picky.begin().say(call("tell"))
 
 
+def test_a_file_that_takes_too_long_to_load_is_said_to_and_not_to_have_died(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo.usercode.process._START_SECONDS", 3.0)
+    code = "import sys, time\nif 'pytest' not in sys.modules: time.sleep(60)\n"
+    code += 'def tell():\n    """Tell."""\n'
+    slow = pytest.raises(RewardError, match="for .*tell was not ready in 3 s as it imported your files")
+    with closing(Talks(tmp_path, code, tool_timeout=5.0, tools=["tell"])) as late, slow:
+        late.begin().say(call("tell"))
+
+
 def test_an_answer_that_is_given_up_does_not_reach_the_next_completion(talks):
     games = talks(environment="Game")
     talk = games.begin()
