@@ -1,7 +1,5 @@
 """The memory that --estimate computes, against models that are really loaded and peaks that are really measured."""
 
-import json
-
 import pictured
 import pytest
 import torch
@@ -16,6 +14,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3MoeConfig,
+    T5Config,
 )
 
 from benchmarks.common import fresh, qwen, random_model
@@ -225,28 +224,16 @@ def test_the_server_prints_it_for_a_folder_without_weights(tmp_path):
     assert all(f"{card:>3} GB" in done.stdout for card in CARDS) and "not measured there" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [None, {"model_type": "t5"}], ids=["no folder", "no causal model"])
-def test_another_model_is_refused_in_one_line(config, tmp_path):
-    folder = tmp_path / "model"
-    if config is not None:
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-    done = run_python("ref_server.py", "--estimate", "--model_name_or_path", folder)
-    assert done.returncode == 2 and not done.stdout
-    [line] = done.stderr.strip().splitlines()
-    assert line.startswith(f"ref_server.py: error: model_name_or_path='{folder}': ")
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "MambaForCausalLM has no attention heads"),
         (FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "does not let its"),
+        (T5Config(), "name a causal language model"),
     ],
-    ids=["mamba", "falcon"],
+    ids=["mamba", "falcon", "t5"],
 )
 def test_a_model_without_a_formula_is_refused(config, reason, tmp_path):
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"no estimate of its memory \(.*{reason}"):
+    with pytest.raises(ConfigError, match=reason):
         server_report(ServerConfig(model_name_or_path=str(tmp_path)))

@@ -20,7 +20,7 @@ from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Group, Outcome, Rollout, StepBatch
 from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
-from grpo.rewards.functions import RECORDED, Logged, TrainerState
+from grpo.rewards.functions import RECORDED, Logged
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import to_json
 from grpo.trainer.round import make_samples
@@ -131,17 +131,6 @@ def test_rewards_are_a_row_for_each_function_with_nan_for_none():
     rewards = compute_rewards(functions, ["p"] * 3, ["a", "long", "bc"], {"level": [1, 2, 3], "id": [7, 8, 9]})
     assert rewards.dtype == np.float64
     np.testing.assert_array_equal(rewards, [[1.0, np.nan, 1.0], [0.5, 1.0, 1.5]])
-
-
-def test_a_function_sees_the_whole_batch_once():
-    calls = []
-
-    def spy(prompts, completions, trainer_state, log_extra, log_metric, **columns):
-        calls.append((prompts, completions, trainer_state, columns))
-        return [0.0, 0.0]
-
-    compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]}, state=TrainerState(7, 60))
-    assert calls == [(["p", "q"], ["a", "b"], TrainerState(7, 60), {"answer": ["1", "2"]})]
 
 
 def test_no_functions_or_no_completions_give_an_empty_table():

@@ -4,14 +4,12 @@ import ast
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 from altered_trainer import altered
-from conftest import ENVIRONMENT, REPOSITORY, free_port
+from conftest import REPOSITORY
 from processes import left_of, processes_below, ranks_of
-from trainer_runs import options, reach, training
+from trainer_runs import options, reach, run_ranks, training
 
 from grpo.run.watchdog import PHASES, SHOWN, Position, RankState, describe_stall, held_up_by
 
@@ -139,17 +137,9 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
 
 def two_ranks(kind: str) -> str:
     """What tests/first_collective.py says, in order."""
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command, pipe = [sys.executable, "tests/first_collective.py", kind, "4"], subprocess.PIPE
-    environments = [ENVIRONMENT | ranks | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    processes = [
-        subprocess.Popen(command, cwd=REPOSITORY, env=shared, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        for shared in environments
-    ]
-    output = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], output
-    assert output[1] == "met\n"
-    return output[0]
+    ended = run_ranks(2, "tests/first_collective.py", kind, "4")
+    assert ended.returncode == 0 and "met\n" in ended.stdout, ended.stdout
+    return ended.stdout.replace("met\n", "", 1)
 
 
 @pytest.mark.slow
