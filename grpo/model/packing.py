@@ -53,6 +53,7 @@ class Tree:
     blocks: list[np.ndarray | None] = field(default_factory=list)
     """of each prompt the picture that a token is a piece of, int64 [tokens], -1 for text, or None without a
     picture: its pieces see each other in both directions. Empty if every token sees only earlier ones"""
+    masks: dict[tuple, Tensor] = field(default_factory=dict)  # of prompts with blocks, for all layers
     _ends: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from inspect import signature
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Sco
     sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
     out: list[Tensor] = []
     parts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
-    for (prompt, completions), blocks, group in zip(tree.groups, tree.blocks, parts, strict=True):
+    for place, ((prompt, completions), blocks, group) in enumerate(zip(tree.groups, tree.blocks, parts, strict=True)):
         if completions and blocks is None and sum(completions) + prompt <= ROWS:
             mask = _group_mask(prompt, tuple(completions), scoring.window, query.dtype, query.device)
             out.append(_attend(*group, mask, scoring))
@@ -44,8 +45,9 @@ def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Sco
         if blocks is None:
             out += _causal(*of_prompt, scoring)
         else:
-            mask = _picture_mask(blocks.tobytes(), scoring.window, query.dtype, query.device)
-            out.append(_attend(*of_prompt, mask, scoring))
+            if (of_layers := (place, scoring.window, query.dtype, query.device)) not in tree.masks:
+                tree.masks[of_layers] = _picture_mask(blocks, scoring.window, query.dtype, query.device)
+            out.append(_attend(*of_prompt, tree.masks[of_layers], scoring))
         for queries, *own in of_completions:
             seen = (torch.cat(pair, dim=2) for pair in zip(of_prompt[1:], own, strict=True))
             out += _causal(queries, *seen, scoring)
@@ -207,11 +209,10 @@ def _group_mask(
     return _minus_infinity_unless(seen.tril(), dtype)
 
 
-@lru_cache(maxsize=64)  # one mask serves all layers
 @torch.inference_mode(False)  # as for _group_mask
-def _picture_mask(blocks: bytes, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _picture_mask(blocks: np.ndarray, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the mask of a prompt with Tree's blocks, [n, n]: causal, but pieces of a picture see each other."""
-    block = torch.frombuffer(bytearray(blocks), dtype=torch.int64).to(device)
+    block = torch.from_numpy(blocks).to(device)
     same = (block == block.unsqueeze(1)) & (block >= 0)
     seen = torch.ones(same.shape, dtype=torch.bool, device=device).tril() | same
     if window is not None:
