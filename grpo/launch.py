@@ -60,7 +60,7 @@ def launch(config: LaunchConfig) -> int:
     if config.nnodes > 1:
         last = share.first + share.ranks - 1
         log.info("machine %d runs ranks %d to %d of %d", config.node_rank, share.first, last, share.world_size)
-        if config.starts_server:
+        if config.starts_server and not config.dry_run:
             config.host, config.ref_servers = "0.0.0.0", [f"http://{config.master_addr}:{config.port}"]
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
         programs = Programs(config, share, Path(folder))
@@ -145,7 +145,7 @@ class Programs:
     def run(self) -> int:
         """Run server and trainer to the trainer's end, and return its exit code."""
         self._write_settings()
-        if self._share.server_cards is not None:
+        if self._share.server_cards is not None and not self._config.dry_run:
             self._start_server()
         times_lowered = 0
         while True:

@@ -114,9 +114,9 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
 
     @property
     def starts_server(self) -> bool:
-        """Tell whether the run asks a reference server that nobody else starts."""
+        """Tell whether the run asks a reference server that nobody else starts. A dry run leaves its card free."""
         is_unnamed = self.ref_servers == [f"http://127.0.0.1:{self.port}"]
-        return self.beta > 0 and self.ref == "server" and is_unnamed and not self.dry_run
+        return self.beta > 0 and self.ref == "server" and is_unnamed
 
 
 MOST_RUNS = 10  # the number of colours on a page

@@ -26,6 +26,7 @@ MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
     "settings, cards, share",
     [
         ({}, ["0", "1", "GPU-7"], Share(0, 2, 2, ["0", "1"], ["GPU-7"])),
+        ({"dry_run": True}, ["0", "1", "2"], Share(0, 2, 2, ["0", "1"], ["2"])),  # the run's number of ranks
         ({}, ["3"], Share(0, 1, 1, ["3"], ["3"])),
         ({"beta": 0.0}, ["0", "1"], Share(0, 2, 2, ["0", "1"], None)),
         ({}, [], Share(0, 1, 1, [], [])),
@@ -55,7 +56,7 @@ def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
     "settings, starts",
     [
         *[({}, True), ({"beta": 0.0}, False), ({"use_peft": True, "ref": "adapter_off"}, False)],
-        *[({"ref": "local"}, False), ({"ref_servers": ["http://other:59875"]}, False), ({"dry_run": True}, False)],
+        *[({"ref": "local"}, False), ({"ref_servers": ["http://other:59875"]}, False), ({"dry_run": True}, True)],
     ],
 )
 def test_a_server_is_started_where_one_is_asked_and_none_is_named(settings, starts):
