@@ -36,16 +36,23 @@ MOST_FAILURES = 3  # without a step in between
 class Program:
     """A program of the repository, on the node where Ray has put it."""
 
+    def __init__(self) -> None:
+        self._process, self._is_stopped = None, False
+
     def address(self) -> tuple[str, str]:
         return ray.util.get_node_ip_address(), str(free_port())
 
     def run(self, words: list[str], environment: dict[str, str]) -> int:
         """Run it to its end; return its exit code, which is negative if a signal has killed it."""
         self._process = start_program(words, os.environ | environment, cwd=REPOSITORY)
+        if self._is_stopped:
+            self._process.terminate()
         return self._process.wait()
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self._is_stopped = True
+        if self._process is not None:
+            self._process.terminate()
 
 
 class Attempt:
@@ -66,7 +73,7 @@ class Attempt:
         self.ranks, self._server = self._programs[:ranks], self._programs[ranks:]
 
     def run(self, config: str, options: list[str], token: Path, asked: threading.Event) -> int | None:
-        """Return the trainer's exit code, or None if the run is to start again: `asked` means that it is not."""
+        """Return the trainer's exit code, or None if it lost a program. `asked` is set once the ranks are to stop."""
         words = ["grpo_ref_split.py", "--config", config, *options, "--resume_from_checkpoint", "last"]
         servers, running, codes = [], [], []
         for server in self._server:
@@ -80,6 +87,9 @@ class Attempt:
         running = [each.run.remote(words, shared | {"RANK": str(rank)}) for rank, each in enumerate(self.ranks)]
         while running:
             (ended,), _ = ray.wait([*running, *servers])
+            if ended in servers and asked.is_set():
+                servers = []  # the ranks save, and ask it no more
+                continue
             name = "the reference server" if ended in servers else "a rank"
             try:
                 code = ray.get(ended)
@@ -121,6 +131,8 @@ def main() -> int:
     ray.init()
     try:
         return run_to_the_end(arguments, options, token)
+    except KeyboardInterrupt:
+        return 130
     finally:
         token.unlink()
 
@@ -128,23 +140,27 @@ def main() -> int:
 def run_to_the_end(arguments: argparse.Namespace, options: list[str], token: Path) -> int:
     """Run, again if a rank or the server is lost, and return the trainer's exit code."""
     failures, steps, asked = 0, steps_of(arguments.output_dir), threading.Event()
+    attempt: Attempt | None = None
+
+    def stop(number: int, frame: object) -> None:
+        asked.set()
+        if attempt is None:  # it waits for cards
+            raise KeyboardInterrupt
+        for rank in attempt.ranks:
+            rank.stop.remote()
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     while True:
+        attempt = None
         attempt = Attempt(arguments.ranks, not arguments.no_server)
-
-        def stop(number: int, frame: object, ranks: list = attempt.ranks) -> None:
-            asked.set()
-            for rank in ranks:
-                rank.stop.remote()
-
-        signal.signal(signal.SIGINT, stop)
-        signal.signal(signal.SIGTERM, stop)
         try:
             code = attempt.run(arguments.config, options, token, asked)
         finally:
             attempt.end()
         before, steps = steps, steps_of(arguments.output_dir)
         failures = 0 if steps > before else failures + 1
-        if code is not None or failures == MOST_FAILURES:
+        if code is not None or asked.is_set() or failures == MOST_FAILURES:
             return 1 if code is None else code
         print("starting again from the last checkpoint", file=sys.stderr)
 

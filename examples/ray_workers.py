@@ -12,6 +12,7 @@ CPU. It needs ray==2.60.0.
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 import ray
@@ -24,10 +25,11 @@ from grpo.config.console import start_program  # noqa: E402
 
 @ray.remote(num_cpus=1, max_retries=-1, retry_exceptions=True, scheduling_strategy="SPREAD")
 def draw(options: list[str]) -> int:
-    """Return the exit code of a worker that has ended. Ray calls it again if the worker was killed."""
+    """Return the exit code of a worker that was stopped, or refuses its settings. After another Ray calls it again."""
     code = start_program(["generate.py", *options], os.environ, cwd=REPOSITORY).wait()
-    if code < 0:
-        raise RuntimeError(f"a worker was killed by signal {-code}")
+    if code not in (0, 2, 130):
+        time.sleep(5)
+        raise RuntimeError(f"a worker ended with code {code}")
     return code
 
 
@@ -38,8 +40,7 @@ def main() -> int:
     ray.init()
     cards = 1 if ray.cluster_resources().get("GPU") else 0
     running = [draw.options(num_gpus=cards).remote(options) for _ in range(arguments.workers)]
-    (ended,), _ = ray.wait(running)
-    return ray.get(ended)
+    return max(ray.get(running))
 
 
 if __name__ == "__main__":

@@ -262,6 +262,8 @@ class Programs:
 
 
 def main() -> int:
+    # The first process of a container has no other answer to it, until the ranks run.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     config = parse_arguments(LaunchConfig, __doc__)
     return exit_code(lambda: launch(config), (), "interrupted before the trainer started")
 

@@ -93,9 +93,11 @@ def first_here() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def ranks_here() -> int:
-    """Return the number of this machine's ranks, as the deepspeed launcher or torchrun says."""
-    return launcher_number("LOCAL_SIZE", launcher_number("LOCAL_WORLD_SIZE", 1, least=1), least=1)
+def cores_here() -> int:
+    """Return this rank's share of the cores that the machine, SLURM or a container gives. The deepspeed launcher and
+    torchrun say how many ranks share them."""
+    ranks = launcher_number("LOCAL_SIZE", launcher_number("LOCAL_WORLD_SIZE", 1, least=1), least=1)
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def rank_count() -> int:

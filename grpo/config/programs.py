@@ -106,7 +106,10 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
         takes_updates = not self.starts_server or self.ref_update_steps == 0 or self.update_folder is not None
         self.check(takes_updates, update_folder="ref_update_steps sends weights to the server: name a folder for them")
         self.check(self.node_rank < self.nnodes, node_rank=f"of {self.nnodes} machines the last has {self.nnodes - 1}")
-        if self.nnodes > 1:
+        if self.nnodes == 1:
+            is_here = not self.starts_server or self.host in ("127.0.0.1", "localhost", "0.0.0.0")
+            self.check(is_here, host="the trainer asks the server at 127.0.0.1: use 0.0.0.0, or leave it out")
+        else:
             self.check(self.master_addr is not None, master_addr="name machine 0 as the others reach it")
             self.check(self.output_dir is not None, output_dir="name a folder on a disk that all machines share")
             reached = not self.starts_server or self.token is not None

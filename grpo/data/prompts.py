@@ -4,7 +4,6 @@ import copy
 import inspect
 import logging
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import one_line, ranks_here, require
+from grpo.config.errors import cores_here, one_line, require
 from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import PictureCountError
@@ -286,7 +285,7 @@ class PromptStream:
 
 def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Yield the function's results in the order of the items, computed by as many threads as this rank has cores."""
-    threads = max(1, min(16, (os.cpu_count() or 1) // ranks_here()))
+    threads = min(16, cores_here())
     items, pool = iter(items), ThreadPoolExecutor(threads, thread_name_prefix="examples")
     try:
         while batch := [*islice(items, 8 * threads)]:

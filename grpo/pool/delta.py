@@ -27,7 +27,7 @@ import numpy as np
 _TEXT = b'{"format": 2, "old": "", "new": "", "size": 0}'
 _HEADER = len(_TEXT).to_bytes(8, "little") + _TEXT
 _BLOCK = 1 << 20  # words
-_THREADS = min(4, os.cpu_count() or 1)
+_THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
 class DeltaError(Exception):

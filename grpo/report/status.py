@@ -75,6 +75,8 @@ def writer(folder: Path) -> str | None:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 return file.read().strip()
+            except OSError:
+                return f"{file.read().strip()}, if it still lives: this disk has no locks,"
     except FileNotFoundError:
         pass
     return None

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from grpo.config.errors import LAUNCHER_VARIABLES, ConfigError, launcher_number, rank_count, ranks_here, require
+from grpo.config.errors import LAUNCHER_VARIABLES, ConfigError, cores_here, launcher_number, rank_count, require
 from grpo.model.devices import take_device
 
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ def own_place() -> tuple[int, int, torch.device]:
     # Without it each rank would use all cores; torchrun sets 1, and beside a card AdamW may run on the CPU (offload).
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if "OMP_NUM_THREADS" not in os.environ or (by_torchrun and device.type == "cuda"):
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here()))
+        torch.set_num_threads(cores_here())
     return rank, world_size, device
 
 

@@ -26,6 +26,7 @@ PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a f
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 
 _WAIT = 20.0  # seconds that a killed process may take to end
+_WAIT_FOR_MACHINE = 180.0  # the same of a machine that is lost: NFS keeps its locks for a lease, mostly 90 s
 _THREADS = 4  # files read at the same time
 
 Sums = dict[str, list]  # size in bytes and SHA-256 by the file's path in the checkpoint
@@ -37,9 +38,9 @@ class Damaged(Exception):
 
 def lock_run(folder: Path) -> None:
     """Let no other trainer write into the folder until this process has ended. Raises ConfigError if another trainer
-    still writes there after 20 seconds, and OSError of the folder."""
+    still writes there after 20 seconds, 180 on another machine, and OSError of the folder."""
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # it stays open
-    deadline, is_waiting = time.monotonic() + _WAIT, False
+    began, is_waiting = time.monotonic(), False
     while True:
         try:
             # A record lock and not flock: a forked process does not inherit it, and NFS supports it.
@@ -51,14 +52,17 @@ def lock_run(folder: Path) -> None:
             reason = error.strerror
             log.warning("%s cannot be locked (%s): see to it that no other trainer writes there", folder, reason)
             break
-        if time.monotonic() > deadline:
+        longest = _WAIT if holder.endswith((f" on {socket.gethostname()}", "unknown")) else _WAIT_FOR_MACHINE
+        if time.monotonic() > began + longest:
             os.close(file)
             raise ConfigError(
                 f"output_dir='{folder}': another trainer ({holder}) writes there: wait for its end, or name another "
                 "folder"
             )
         if not is_waiting:
-            log.info("waiting at most %.0f s for the end of the trainer (%s) that writes to %s", _WAIT, holder, folder)
+            log.info(
+                "waiting at most %.0f s for the end of the trainer (%s) that writes to %s", longest, holder, folder
+            )
             is_waiting = True
         time.sleep(0.2)
     os.ftruncate(file, 0)

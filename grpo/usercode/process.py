@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
-from grpo.config.errors import RewardError, ranks_here
+from grpo.config.errors import RewardError, cores_here
 from grpo.usercode.prints import PRINTS
 
 _START_SECONDS = 300.0  # to import the user's files; not a part of a call's deadline
@@ -31,7 +31,7 @@ END_SECONDS = 30.0  # to kill all descendants
 
 def count_processes() -> int:
     """Return one process per core of this rank, and two at least: one call may hang."""
-    return max(2, min(16, (os.cpu_count() or 1) // ranks_here()))
+    return max(2, min(16, cores_here()))
 
 
 class CallLost(Exception):

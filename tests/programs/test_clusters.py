@@ -132,7 +132,7 @@ def test_slurm_takes_nodes_of_trainers_and_workers_away_and_gives_them_back(
 
     run, log = tmp_path / "run", tmp_path / "log"
     words = ["--parsable", "--nodes=2", f"--output={log}", "examples/slurm.sbatch", settings, "--output_dir", run]
-    job = ask("sbatch", *words, *from_pool(pool))
+    job = ask("sbatch", *words, *from_pool(pool), "--save_steps=1000")  # it saves when it is taken away
     wait_until(lambda: state(job) == "RUNNING", seconds=60)  # so that workers get the other cores
     draw = shlex.join([sys.executable, "generate.py", "--pool", pool])
     words = ["--parsable", "--array=0-1", "--requeue", f"--output={tmp_path}/worker-%a", f"--wrap=exec srun {draw}"]

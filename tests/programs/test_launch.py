@@ -63,6 +63,12 @@ def test_a_server_is_started_where_one_is_asked_and_none_is_named(settings, star
     assert LaunchConfig(**settings).starts_server is starts
 
 
+def test_a_server_that_its_own_trainer_would_not_find_is_refused(monkeypatch):
+    monkeypatch.setenv("GRPO_REF_TOKEN", "secret")
+    with pytest.raises(ConfigError, match="^host='192.0.2.1': the trainer asks the server at 127.0.0.1: use 0.0.0.0"):
+        LaunchConfig(host="192.0.2.1")
+
+
 def test_what_no_run_can_be_started_with_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for settings, reason in (

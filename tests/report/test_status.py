@@ -1,5 +1,6 @@
 """`grpo status`: how runs stand, from their folders."""
 
+import errno
 import re
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
 from processes import wait_for_file
 from recorded import write_rows
 
-from grpo.report.status import status
+from grpo.report.status import status, writer
 from grpo.run.run_folder import write_progress
 
 STEPS = [{"step": step, "reward": step / 100, "num_tokens": 600 * step, "step_time": 30.0} for step in range(1, 41)]
@@ -53,6 +54,15 @@ def test_a_run_trains_is_killed_and_is_done(tmp_path, server, monkeypatch):
     (tmp_path / "model").mkdir()
     write_progress(tmp_path / "model", {"step": 40})
     assert status(tmp_path)[1].startswith("  it is done; start 2, ")
+
+
+def test_a_disk_without_locks_hides_no_run(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / "trainer.lock").write_text("process 7 on node-1\n")
+    monkeypatch.setattr("fcntl.lockf", fail)
+    assert writer(tmp_path) == "process 7 on node-1, if it still lives: this disk has no locks,"
 
 
 def test_a_run_without_a_step_and_a_folder_without_a_run(tmp_path):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -107,6 +108,13 @@ def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path,
             find_run(settings, 0, 1)
         assert (tmp_path / LOCK).read_text().startswith(f"process {trainer.pid} on ")
         assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+        (tmp_path / LOCK).write_text("process 7 on node-9\n")  # NFS keeps the locks of a lost machine for a while
+        monkeypatch.setattr("grpo.run.run_folder._WAIT_FOR_MACHINE", 1.4)
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="another trainer .process 7 on node-9. writes there"):
+            find_run(settings, 0, 1)
+        assert time.monotonic() - began > 1.4
+        (tmp_path / LOCK).write_text(f"process {trainer.pid} on here\n")
         trainer.kill(), trainer.wait()
         lock_run(tmp_path)  # what it has forked off still lives, and holds nothing
         assert not (tmp_path / LOCK).read_text().startswith(f"process {trainer.pid} on ")

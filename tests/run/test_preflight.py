@@ -63,7 +63,7 @@ def test_ranks_with_cards_share_the_cores_for_adamw_on_the_cpu(environment, expe
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))  # what SLURM gives, not the machine's
     assert own_place()[2].type == "cuda"
     assert threads == [expected] * (expected is not None)
 
