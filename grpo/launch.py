@@ -194,6 +194,8 @@ class Programs:
         for rank in range(share.ranks):
             places = {"RANK": share.first + rank, "LOCAL_RANK": rank}
             self._ranks.append(self._start("grpo_ref_split.py", share.cards, shared | places))
+        if self._is_asked_to_stop:  # between two starts, when there was nobody to pass it on to
+            self._pass_on(signal.SIGTERM)
 
     def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
         command = f"{program_name()} {shlex.join(sys.argv[1:])}"

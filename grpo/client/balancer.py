@@ -114,8 +114,9 @@ class Balancer:
                 return len(waiting) < len(self.servers) and all(server.failures for server in waiting)
 
             while not self._changed.wait_for(is_settled, 0.2):
-                if time.monotonic() > self._last_progress + self._patience:
-                    state = f"nothing has moved for {self._patience:.0f} s at {list_outcomes(self.servers)}"
+                patience = AFTER_STOP if self.stopping.is_set() else self._patience
+                if time.monotonic() > self._last_progress + patience:
+                    state = f"nothing has moved for {patience:.0f} s at {list_outcomes(self.servers)}"
                     raise ServersUnavailable(f"no reference server has got the new weights: {state}: {_REMEDY}")
 
     def _reserve(self, size: int, name: str, deadline: float) -> tuple[Server, int]:

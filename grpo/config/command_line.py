@@ -311,7 +311,9 @@ def _as_word(value: Any) -> str:
 
 def write_config(config: Any, path: Path) -> None:
     """Write the resolved settings for `--config`, without `resume_from_checkpoint`, which is this start's alone."""
-    path.write_text(to_yaml(dataclasses.asdict(config) | {"resume_from_checkpoint": None}), encoding="utf-8")
+    new = path.with_name(f"{path.name}.new")  # a full disk leaves the old one
+    new.write_text(to_yaml(dataclasses.asdict(config) | {"resume_from_checkpoint": None}), encoding="utf-8")
+    new.replace(path)
 
 
 def to_yaml(settings: dict[str, Any]) -> str:

@@ -171,6 +171,10 @@ class TrainerConfig(
         estimator = self.advantage_estimator
         if self.num_generations == 1 and estimator not in ("reinforce++", "remax") and ":" not in estimator:
             self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")
+        reason = "of one trained completion no rewards can differ: use num_generations 2 or more"
+        self.check(self.num_generations > 1 or self.draws == 1, num_draws=reason)
+        reason = "passk would judge other completions than it trains on: leave it out"
+        self.check(estimator != "passk" or self.draws == self.num_generations, num_draws=reason)
         if self.max_resample > 0 and not self.groups_have_signal:
             self.refuse("max_resample", f"{estimator} may learn from a group of equal rewards: use 0")
         if self.dataset_order == "adaptive" and not self.groups_have_signal:

@@ -130,6 +130,7 @@ _VERL: dict[str, Rule] = {
     "actor_rollout_ref.actor.clip_ratio": "epsilon",
     "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
     "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
+    "actor_rollout_ref.actor.clip_ratio_c": "delta",
     "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
     "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
     "actor_rollout_ref.actor.use_kl_loss": "_kl_in_loss",
@@ -171,6 +172,8 @@ _EASYR1: dict[str, Rule] = {
     "worker.actor.max_grad_norm": "max_grad_norm",
     "worker.actor.clip_ratio_low": "epsilon",
     "worker.actor.clip_ratio_high": "epsilon_high",
+    "worker.actor.clip_ratio_dual": "delta",
+    "worker.actor.loss_avg_mode": _choice("loss_type", token="dapo", seq="grpo"),
     "worker.actor.optim.lr": "learning_rate",
     "worker.actor.optim.weight_decay": "weight_decay",
     "worker.rollout.n": "num_generations",
@@ -185,7 +188,8 @@ _EASYR1: dict[str, Rule] = {
 }
 _SIMPLE_GRPO: dict[str, Rule] = {
     "model_path": "model_name_or_path",
-    "all_steps": "max_steps",
+    "all_steps": "_micro_batches",
+    "gen_update_steps": "_micro_steps",
     "num_pre_Q": "num_generations",
     "clip_param": "epsilon",
     "ref_server": lambda value: {"ref_servers": [value]},
@@ -195,13 +199,18 @@ _SIMPLE_GRPO: dict[str, Rule] = {
     "gradient_accumulation_steps": "_accumulation",
     "train_batch_size": "_sequences",
 }
+_OF_VERL: dict[str, Any] = {
+    **{"system_prompt": "", "loss_type": "dapo", "delta": 3.0, "learning_rate": 1e-6, "warmup_steps": 0},
+    **{"weight_decay": 0.01, "adam_beta2": 0.999},
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "trl": {
         **{"beta": 0.0, "loss_type": "dapo", "lr_scheduler_type": "linear", "warmup_steps": 0, "adam_beta2": 0.999},
-        **{"num_train_epochs": 3.0, "system_prompt": ""},
+        **{"num_train_epochs": 3.0, "system_prompt": "", "learning_rate": 1e-6},
     },
-    "verl": {"system_prompt": ""},
-    "easyr1": {"system_prompt": ""},
+    "verl": {**_OF_VERL, "num_train_epochs": 30},
+    "easyr1": {**_OF_VERL, "num_train_epochs": 15, "epsilon_high": 0.3},
+    "simple_grpo": {"warmup_steps": 0},
 }  # what a setting is there where a file does not name it, if it is something else here
 TABLES = {"trl": _TRL, "verl": _VERL, "easyr1": _EASYR1, "simple_grpo": _SIMPLE_GRPO}
 
@@ -243,6 +252,8 @@ def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
     if "_sequences" in parts:  # of a process: for more of them multiply
         group = int(settings.get("num_generations", 8))
         settings["prompts_per_step"] = max(1, int(parts["_sequences"]) * passes // group)
+    if "_micro_batches" in parts:
+        settings["max_steps"] = int(parts["_micro_batches"]) // passes
     if (updates := int(parts.get("_micro_steps", passes)) // passes) > 1:
         settings["steps_per_generation"] = updates
     if "_round" in parts:
@@ -259,8 +270,8 @@ def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
         settings.pop("kl_in_reward", None)
     if trainer == "trl" and settings["beta"]:
         settings.setdefault("use_bias_correction_kl", True)  # its default, which has no effect without a KL
-    if settings.get("use_peft") and "_lora_alpha" in parts:
-        settings["lora_alpha"] = parts["_lora_alpha"]
+    if settings.get("use_peft"):
+        settings.setdefault("lora_alpha", parts.get("_lora_alpha", 8 if trainer == "trl" else 16))
     if parts.get("_freeze"):
         settings["freeze_vision_tower"] = True
     return settings

@@ -97,10 +97,10 @@ class Leases:
                 self._keep(worker)
 
     def count(self) -> int:
-        """Return how many tasks are leased; the leases of workers that fell silent end here."""
+        """Return how many tasks are leased; the leases of workers that fell silent, or were dropped, end here."""
         with self._changing():
-            silent = "SELECT name FROM workers WHERE seen < ?"
-            self._database.sql(f"DELETE FROM leases WHERE worker IN ({silent})", self.now() - LEASE_SECONDS)
+            live = "SELECT name FROM workers WHERE seen >= ?"
+            self._database.sql(f"DELETE FROM leases WHERE worker NOT IN ({live})", self.now() - LEASE_SECONDS)
             return self._database.row("SELECT count(*) FROM leases")[0]
 
     def find(self, name: str) -> WorkerState | None:

@@ -37,7 +37,9 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     def send_file():
         with service.thread_of(service.work_threads):
             service.check_ready()
-            return _file_answer(service, bottle.request.query.get("sha256", ""), bottle.request.get_header("Range", ""))
+            return _file_answer(
+                service, bottle.request.query.get("sha256", ""), bottle.request.environ.get("HTTP_RANGE", "")
+            )
 
 
 def _add_posts(app: App, service: PoolService) -> None:
@@ -79,7 +81,7 @@ def _add_long_polls(app: App, service: PoolService) -> None:
     @app.post(wire.GROUPS_PATH)
     def groups():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.thread_of(service.work_threads):
+        with service.thread_of(service.asking_threads):
             request = read_json(_read_post(service))
             keys, wait = keys_of("groups", request.get("groups")), request.get("wait", 0)
             check_amount("wait", wait)
@@ -90,7 +92,7 @@ def _add_long_polls(app: App, service: PoolService) -> None:
     @app.post(wire.LEASE_PATH)
     def lease():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.thread_of(service.work_threads):
+        with service.thread_of(service.asking_threads):
             lease = Lease.of_json(_read_post(service))
         note(client=lease.worker)
         return make_answer(service.lease(lease, is_gone), 200, wire.CONTENT_TYPE)

@@ -37,6 +37,7 @@ class PoolService(Service):
         self.leases = Leases(self.store.database)
         self.numbers = PoolMonitor(self.monitor, self.leases, self.store)
         self.work_threads = threading.Semaphore(_MOST_WORK)
+        self.asking_threads = threading.Semaphore(_MOST_WORK)  # uploads that wait must not cost workers their leases
         self.waiting_threads = threading.Semaphore(_MOST_WAITING)
         # While they are read, tokens take many times the size of the body: read and store one request at a time.
         self._storing = threading.Lock()
@@ -56,8 +57,9 @@ class PoolService(Service):
         return replace(self.info, model=ModelInfo(run.name)) if run else self.info
 
     def drain(self, seconds: float) -> None:
-        with self.leases.changed:
+        if self.leases.changed.acquire(timeout=seconds):  # a database that does not answer may hold it
             self.leases.changed.notify_all()
+            self.leases.changed.release()
 
     def close(self) -> None:
         self.store.close()
@@ -97,7 +99,8 @@ class PoolService(Service):
     def groups(self, keys: list[Key], seconds: float, is_gone: Callable[[], bool]) -> bytes:
         """Return the results of these tasks, as bytes; wait until at least one has a result."""
         results = self._wait(lambda: self.store.results(keys, PIECE_BYTES), seconds, is_gone)
-        return encode_drawn([decode_drawn(body)[0] for body in results])
+        # As lists tokens take ten times the memory.
+        return results[0] if len(results) == 1 else encode_drawn([decode_drawn(body)[0] for body in results])
 
     def add_results(self, body: bytes, worker: str) -> list[str]:
         """Keep completions; return the answer to each group. A group that replaced weights drew is not wanted. Raises

@@ -25,6 +25,9 @@ _LOCKS = {
 }
 # A machine that is gone without a word ends a request within a minute.
 _CONNECTION = {"autocommit": True, "connect_timeout": 5, "keepalives_idle": 30, "tcp_user_timeout": 30_000}
+_AWAY = psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.IdleInTransactionSessionTimeout
+# The database does not wait for hours for a pool's machine that is gone in the middle of a transaction.
+_OF_LOST_POOLS = "SET idle_in_transaction_session_timeout = '60s'; SET tcp_keepalives_idle = 30"
 
 
 class PostgresDatabase(Database):
@@ -34,7 +37,8 @@ class PostgresDatabase(Database):
         """Connect, and make the tables if there are none. Raises ConfigError if the database cannot be reached, refuses
         its user, or is another program's."""
         parts = urlsplit(url)
-        place = parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", "@")).geturl()
+        # The query may have a password too.
+        place = parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", "@"), query="").geturl()
         super().__init__("pool_url", place, on_damage)
         self._url = url
         with self._refusals():
@@ -57,6 +61,7 @@ class PostgresDatabase(Database):
 
     def _connect(self) -> psycopg.Connection:
         connection = psycopg.connect(self._url, **_CONNECTION)
+        connection.execute(_OF_LOST_POOLS)
         (epoch,) = connection.execute("SELECT extract(epoch FROM clock_timestamp())::float8").fetchone()
         self._offset = epoch - time.monotonic()
         return connection
@@ -107,7 +112,7 @@ class PostgresDatabase(Database):
         try:
             yield
         # The connection, the disk, a limit; a standby, or a server that a full disk has made one.
-        except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
+        except _AWAY as error:
             message = f"the database of {self.place} does not answer, or cannot store ({one_line(error)})"
             log.error(message)
             raise ProtocolError(503, "no_database", message, retry_after=5) from error

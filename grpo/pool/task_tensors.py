@@ -63,7 +63,7 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     if not _OF_PICTURES.isdisjoint(tensors):
         counts, digests = int32(tensors, "picture_counts"), uint8(tensors, "picture_digests")
         _check_lengths("tasks", [counts, columns[0]])
-        pictures = [names_of(part.tobytes()) for part in _cut(digests, counts * _DIGEST, least=0)]
+        pictures = [names_of(part.tobytes()) for part in _cut(digests, counts.astype(np.int64) * _DIGEST, least=0)]
     has_rows = not _OF_ROWS.isdisjoint(tensors)
     try:
         texts = [text.decode() for text in _read_texts("column", tensors, len(prompts))] if has_rows else []

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,8 +100,11 @@ class Checkpoints:
         self.identity = self.description.identity(self.model)
         self._is_partly_frozen = self.config.use_peft or self.config.freeze_vision_tower
         if self.rank == 0:
-            for unfinished in [*self.folder.glob("*.unfinished"), *self.folder.glob("*.old")]:
-                shutil.rmtree(unfinished)
+            # A run that has ended, and continues from an earlier checkpoint, is not done any more.
+            (self.folder / "model" / PROGRESS).unlink(missing_ok=True)
+            for name in ("model", "checkpoint-*", "reference-*"):
+                for left in [*self.folder.glob(f"{name}.unfinished"), *self.folder.glob(f"{name}.old")]:
+                    shutil.rmtree(left)
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint, or 0: nothing before it is needed any more."""
@@ -134,6 +137,10 @@ class Checkpoints:
             # A run that resumes from here does not write the earlier records again.
             for records in self.folder.glob("*.jsonl"):
                 to_disk(records, deep=False)
+            # It may need the last version of the policy; the others are deleted meanwhile.
+            for version in self.folder.glob("policy/*"):
+                with suppress(FileNotFoundError):
+                    to_disk(version, deep=False)
             put_in_place(unfinished, final)
 
         failure = (

@@ -111,7 +111,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     if config.num_train_epochs is not None:
         config.max_steps = math.ceil(config.num_train_epochs * stream.steps_per_epoch) * config.num_iterations
         log.info("%g epochs of %d prompts are %d steps", config.num_train_epochs, len(examples), config.max_steps)
-    make_schedule(torch.optim.SGD([torch.zeros(1)]), config)
+    make_schedule(torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate), config)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
     if turns is not None:
         turns.try_on(examples[0])

@@ -143,6 +143,11 @@ class PolicyPublisher:
         if self._written is not None:
             wait([self._written])
 
+    def check_written(self) -> None:
+        """Wait, and raise SaveError if the last version could not be written."""
+        if self._written is not None:
+            self._written.result()
+
     def close(self) -> None:
         """End. A publication that is not over is given up, and its file stays for `send_left`."""
         self.stop.set()
@@ -296,8 +301,8 @@ class PoolRun:
 
     def end_step(self, drifts: list[tuple[int, float, int]]) -> None:
         """Tell the pool how far workers' log-probs are from the policy's: StepResult.drifts. Returns when the last
-        version is in the run's folder: a checkpoint of this step may need it."""
-        self.publisher.wait_written()
+        version is in the run's folder: a checkpoint of this step may need it. Raises SaveError if it is not."""
+        self.publisher.check_written()
         try:
             for start in range(0, len(drifts), MOST_TASKS):
                 self._pool.report_drift(drifts[start : start + MOST_TASKS])

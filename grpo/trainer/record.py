@@ -22,6 +22,7 @@ from grpo.run.collective import from_first, gather
 from grpo.run.exit import EndRun
 from grpo.run.folder import save_model, use_best
 from grpo.run.json_lines import with_error
+from grpo.run.run_folder import damage
 from grpo.trainer.deepspeed_engine import whole_weights
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
@@ -216,8 +217,9 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
     bad_steps = run.progress.bad_steps
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
         raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: the last {result.fault}")
-    if result.signal and step < run.config.max_steps:
-        raise EndRun(f"stopped by signal {result.signal}", 128 + result.signal)
+    signal = max(gather(run.stop.asked))  # also one that came in an evaluation, or while something was saved
+    if signal and step < run.config.max_steps:
+        raise EndRun(f"stopped by signal {signal}", 128 + signal)
 
 
 def finish(run: Run) -> None:
@@ -226,7 +228,11 @@ def finish(run: Run) -> None:
     if run.recorder:
         config, inputs, step, folder = run.config, run.inputs, run.progress.step, run.folder / "model"
         best, value = run.checkpoints.best() if config.load_best_model_at_end else (None, -math.inf)
-        if best is not None and value > run.progress.evaluated.get(inputs.best_by, -math.inf):
+        is_better = best is not None and value > run.progress.evaluated.get(inputs.best_by, -math.inf)
+        if is_better and (reason := damage(best)) is not None:
+            log.warning("%s is damaged (%s): the run's model is that of its end, not the best", best, reason)
+            is_better = False
+        if is_better:
             log.info("the run's model is that of %s, the best by %s", best.name, inputs.best_by)
             use_best(best, folder, config)
         else:

@@ -129,6 +129,9 @@ class Rewarder:
         self._of_environment = [name for name in rewards if name not in started]
         self.names = reward_names(rewards, config)
         self.weights = torch.tensor(weights + [1.0] * (len(self.names) - len(weights)), dtype=torch.float64)
+        self.signal_weights = self.weights.clone()  # a group's lengths alone do not make it worth training on
+        if config.soft_punish_cache:
+            self.signal_weights[-1] = 0.0
         self.verdicts = verdicts(rewards)
         self.full_rewards = full_rewards(rewards)
 

@@ -67,7 +67,7 @@ class Rounds:
                 by_function = self._reward(groups, attempt=0)
             greedy = self._reward_greedy(groups, attempt=0)
         if isinstance(self.stream, AdaptiveStream):
-            signals = groups_with_signal(by_function, self._weights, config, greedy).tolist()
+            signals = groups_with_signal(by_function, self.rewarder.signal_weights, config, greedy).tolist()
             self.stream.record(gather(dict(zip(ids, signals, strict=True))))
         replaced = self._replace(groups, by_function, greedy, steps[0])
         compared_rewards = by_function
@@ -166,7 +166,8 @@ class Rounds:
         max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
         config, replaced = self.config, 0
         for attempt in range(1, config.max_resample + 1):
-            rows = (~groups_with_signal(by_function, self._weights, config, greedy)).nonzero().flatten().tolist()
+            signal = groups_with_signal(by_function, self.rewarder.signal_weights, config, greedy)
+            rows = (~signal).nonzero().flatten().tolist()
             on_all_ranks = sum(gather(len(rows)))
             if on_all_ranks == 0:
                 break

@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from grpo.client.reference import ReferenceClient, check_reference
+from grpo.client.reference import ReferenceClient, TaskClient, check_reference
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.packing import Batcher
@@ -117,8 +117,8 @@ def set_up(
         processor=inputs.processor,
     )
     drawing, pool_run, stop_waiting = sampler, None, threading.Event()
-    if client is not None:
-        client.balancer.stopping = stop_waiting
+    for asked in [each for each in (client, *started.values()) if isinstance(each, TaskClient)]:  # reward servers too
+        asked.balancer.stopping = stop_waiting
     if config.sampler == "pool":
         drawing = _let_workers_draw(config, inputs, ranks, pool, engine.module, batcher, checkpoints, stop_waiting)
         pool_run = drawing.run

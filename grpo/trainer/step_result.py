@@ -11,7 +11,7 @@ from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats, step_metrics
 from grpo.run.recorder import BAD_STEPS
 from grpo.trainer.setup import Run
-from grpo.trainer.step import DRIFT
+from grpo.trainer.step import DRIFT, split_masked
 
 _LOGGED = "log_metric:"  # before the name of a metric that reward functions log, among a step's numbers
 _FAILURES = "tool_failures"  # the calls of tools that failed, among a step's numbers
@@ -24,7 +24,6 @@ class StepResult:
     metrics: dict[str, float]  # by TRL's names
     applied: bool  # False if the loss or gradient was not finite: DeepSpeed left the weights as they were
     fault: str  # why the step taught the policy nothing, and what helps; empty if it taught something
-    signal: int  # number of the signal that a rank received; 0 for none
     drifts: list[tuple[int, float, int]]  # group id, mean distance of sampler and policy, tokens; empty without a pool
     clash: str  # which metric of the user's has the name of another, and what helps; empty for none
 
@@ -42,10 +41,10 @@ def step_result(
     """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together."""
     numbers: dict[str, Stats] = {}
     add_stats(numbers, _numbers(run, step, batch, clock))
-    by_rank = gather((of_update, numbers, run.stop.asked))
+    by_rank = gather((of_update, numbers))
     of_updates: dict[str, Stats] = {}
     others: dict[str, Stats] = {}
-    for of_rank, numbers_of_rank, _ in by_rank:
+    for of_rank, numbers_of_rank in by_rank:
         add_stats(of_updates, of_rank)
         add_stats(others, numbers_of_rank)
     clashes = [f"the loss returns {name!r}" for name in sorted(of_updates.keys() & others.keys())]
@@ -74,7 +73,7 @@ def step_result(
         for group, numbers in _with_prefix(everyone, DRIFT)
         if math.isfinite(numbers.mean)
     ]
-    return StepResult(metrics, is_applied, fault, max(signal for *_, signal in by_rank), drifts, clash)
+    return StepResult(metrics, is_applied, fault, drifts, clash)
 
 
 def _fault(run: Run, completions: int, masked: bool, applied: bool, rewarded: bool) -> str:
@@ -117,7 +116,10 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
         **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
         **_by_source(batch, by_name),
         **stats_of_completions(rollouts),
-        "tokens:none": [len(sample.prompt_ids) + sample.tokens for sample in batch.samples],
+        "tokens:none": [
+            len(group.example.prompt_ids) + rollout.drawn_tokens for group in batch.groups for rollout in group.rollouts
+        ],
+        "trained_on:none": [sample.tokens for sample in split_masked(batch.samples, run.config)[0]],
         "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
         **clock.seconds,
         # The fullest card is the one that fails.
@@ -159,7 +161,7 @@ def _adapt(run: Run, everyone: Mapping[str, Stats], learns: bool) -> dict[str, f
     if config.kl_target is not None and "kl" in everyone:
         metrics["beta"] = progress.beta
         if learns:
-            completions = everyone["completions/mean_length"].count
+            completions = everyone["trained_on"].count
             progress.beta = adapt_beta(progress.beta, everyone["kl"].mean, completions, config.kl_target)
     if config.use_adaptive_entropy and learns:
         progress.entropy = everyone["entropy_acted_on"].mean

@@ -72,7 +72,7 @@ class ModelFolder:
 
     def _picture(self, sha256: str) -> bytes:
         path = self._pictures / sha256
-        if not path.exists():
+        if not (path.exists() and sha256_of(path) == sha256):  # a power cut may have emptied it
             self._pictures.mkdir(exist_ok=True)
             self._patience(lambda: self._client.fetch_file(sha256, path))
             kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._pictures.iterdir())

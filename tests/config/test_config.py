@@ -106,6 +106,8 @@ IMPOSSIBLE = {
     "configs/dapo.yaml": "configs/dapo.yaml: use --config configs/dapo.yaml",
     "--config nowhere.yaml": "config='nowhere.yaml': No such file or directory: give the path of a YAML file",
     "--help nonsense": "--help nonsense: no such topic: use all, a setting's name, or model, data,",
+    "--num_generations 1 --num_draws 4 --advantage_estimator reinforce++": "num_draws=4: of one trained completion no",
+    "--num_draws 16 --advantage_estimator passk": "num_draws=16: passk would judge other completions than it trains on",
     "--learn 1": "error: --learn: no such option; see --help all",
     "--modle x": "error: --modle (did you mean model?): no such option; see",
     "--lr_scheduler_kwargs [1] --lr_scheduler_type cosine": "lr_scheduler_kwargs=[1]: write a JSON object",

@@ -83,6 +83,9 @@ def test_a_worker_whose_log_probs_are_not_the_trainers_is_set_apart(leases):
 
 def test_workers_beyond_the_most_take_the_place_of_the_longest_silent(leases, monkeypatch):
     monkeypatch.setattr(leases_module, "_MOST_WORKERS", 3)
-    for name in "abcad":
+    lease(leases, "b", (0, 0))
+    for name in "acad":
         leases.seen(says(name))
     assert [worker.name for worker in leases.workers()] == ["d", "a", "c"]
+    assert held(leases) == set()  # also if it never comes back
+    assert leases.seen(says("b", (0, 0))).holds == {(0, 0)}

@@ -98,6 +98,8 @@ def test_a_database_that_cannot_be_used_is_refused_in_a_sentence(postgres, tmp_p
 
     gone = refusal("postgresql://grpo:secret@127.0.0.1:9/pool")
     assert gone.startswith("pool_url='postgresql://grpo@127.0.0.1:9/pool': ") and "refused" in gone
+    asked = refusal("postgresql://127.0.0.1:9/pool?user=grpo&password=secret")
+    assert asked.startswith("pool_url='postgresql://127.0.0.1:9/pool': ")
     assert 'database "none" does not exist' in refusal(postgres.url("none"))
     other = postgres.new_database()
     with psycopg.connect(other, autocommit=True) as connection:

@@ -119,6 +119,7 @@ IN_PICTURES = load(encode_tasks(PICTURED_TASKS))
         (PLAIN, "prompt_ids", np.asarray([7, 8, 9, 1], np.float32), "send int32"),
         (PLAIN, "extra", np.zeros(1, np.int32), "unknown tensor 'extra'"),
         (IN_PICTURES, "picture_counts", np.asarray([2, 1], np.int32), "different lengths"),
+        (IN_PICTURES, "picture_counts", np.asarray([2**27] * 3, np.int32), "lengths"),  # times 32 it is 0 in int32
         (IN_PICTURES, "picture_counts", np.asarray([2, -1, 2], np.int32), "a length is -32"),
         (IN_PICTURES, "picture_digests", np.zeros(95, np.uint8), "add up to 96, and there are 95"),
         (IN_PICTURES, "picture_digests", np.zeros(96, np.int32), "send uint8"),

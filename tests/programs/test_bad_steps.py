@@ -67,6 +67,8 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
 
 
 NONE = """
+import os
+
 calls = -1  # the first call is the one before the run
 
 def none(prompts, completions, **columns):
@@ -85,6 +87,10 @@ def clashes(completions, trainer_state, log_metric, **kwargs):
 
 def loss(inputs, settings):
     return -inputs.logprobs, inputs.entropy, {"tokens": inputs.entropy}
+
+def terminate(step, metrics, completions, **kwargs):
+    if step == 2:
+        os.kill(os.getpid(), 15)
 
 def flat(completions, trainer_state, **kwargs):
     step = trainer_state.global_step + 1
@@ -119,6 +125,16 @@ def test_a_metric_with_the_name_of_the_runs_ends_it_after_that_step_with_a_check
         assert "a reward function logs 'reward', a metric that the run has: choose another name" in error
     assert error.endswith(f"goes on after step {len(rows)}") and len(rows) == (1 if kind == "loss" else 2)
     assert rows[-1]["reward"] is None or rows[-1]["reward"] > 1
+
+
+@pytest.mark.slow
+def test_a_signal_after_a_steps_update_ends_the_run_after_that_step(model_folder, data_folder, tmp_path):
+    """As one that comes in an evaluation: another step may take longer than what is left."""
+    (tmp_path / "own.py").write_text(NONE)
+    changes = {"max_steps": 4, "callback": f"{tmp_path / 'own.py'}:terminate"}
+    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", **ALONE, **changes))
+    assert ended.returncode == 143 and ended.stdout.splitlines()[-1].endswith("goes on after step 2"), ended.stdout
+    assert [row["step"] for row in lines(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
 @pytest.mark.slow

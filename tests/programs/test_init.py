@@ -67,7 +67,8 @@ TRANSLATED = {
             **{"dataset_name": "hiyouga/math12k", "dataset_prompt_column": "problem", "max_completion_length": 2048},
             **{"advantage_estimator": "reinforce++", "beta": 0.01, "kl_estimator": "k3", "num_generations": 5},
             **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 5, "num_train_epochs": 15},
-            **{"save_steps": 0, "save_total_limit": 3, "learning_rate": 1e-6},
+            **{"save_steps": 0, "save_total_limit": 3, "learning_rate": 1e-6, "loss_type": "dapo", "delta": 3.0},
+            **{"epsilon_high": 0.3, "weight_decay": 0.01, "warmup_steps": 0},
             **{"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"},
         },
         ["worker.rollout.top_p (leave it out", "data.image_key (use dataset"],
@@ -79,7 +80,7 @@ TRANSLATED = {
             **{"dataset_name": "/data/gsm8k", "beta": 0.0, "use_peft": True, "lora_r": 32, "learning_rate": 1e-6},
             **{"prompts_per_step": 256, "steps_per_generation": 4, "epsilon": 0.2, "epsilon_high": 0.28},
             **{"scale_rewards": "none", "loss_type": "dr_grpo", "model_name_or_path": "Qwen/Qwen3-8B"},
-            **{"num_train_epochs": 15},
+            **{"num_train_epochs": 15, "delta": 3.0, "lora_alpha": 16, "warmup_steps": 0},
         },
         ["trainer.logger\n", "trainer.save_freq (${NO_SUCH_VARIABLE} is a variable of the script: write its value)"],
     ),
@@ -89,7 +90,7 @@ TRANSLATED = {
         {
             **{"num_generations": 4, "prompts_per_step": 4, "beta": 0.01, "max_steps": 50, "loss_type": "dr_grpo"},
             **{"use_peft": True, "lora_r": 8, "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"},
-            **{"steps_per_generation": 2},
+            **{"steps_per_generation": 2, "lora_alpha": 8, "warmup_steps": 0},
         },
         ["use_vllm (use sampler pool"],
     ),
@@ -97,10 +98,11 @@ TRANSLATED = {
         "grpo_vllm_one.py",
         SIMPLE_GRPO,
         {
-            **{"model_name_or_path": "/data/Qwen2.5-7B", "max_steps": 1000, "prompts_per_step": 4, "temperature": 0.9},
+            **{"model_name_or_path": "/data/Qwen2.5-7B", "max_steps": 250, "prompts_per_step": 4, "temperature": 0.9},
+            **{"steps_per_generation": 4, "warmup_steps": 0},
             **{"max_completion_length": 700, "learning_rate": 1e-6, "beta": 0.04},
         },
-        ["gen_update_steps\n"],
+        [],
     ),
 }
 

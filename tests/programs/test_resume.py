@@ -44,7 +44,16 @@ from grpo.data.records import Example
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.preflight import RunDescription
 from grpo.run.recorder import Recorder
-from grpo.run.run_folder import checkpoints, damage, find_checkpoints, read_progress, step_of, sum_files, write_progress
+from grpo.run.run_folder import (
+    checkpoints,
+    damage,
+    find_checkpoints,
+    finished_steps,
+    read_progress,
+    step_of,
+    sum_files,
+    write_progress,
+)
 from grpo.wire.picture_files import EncodedPicture
 
 
@@ -401,6 +410,18 @@ def test_the_newest_and_the_best_are_kept_and_what_cannot_be_read_stops_nothing(
     left.delete_old()
     assert left.references() == {6, 14}
     assert [step_of(path) for path in checkpoints(run)] == [6, 14]
+
+
+def test_a_start_removes_its_own_leftovers_alone_and_a_run_that_trains_is_not_done(whole, tmp_path):
+    run = whole(50).parent
+    for name in ("model", "checkpoint-60.unfinished", "reference-4.old", "model.unfinished", "notes.old"):
+        (run / name).mkdir()
+    (run / "metrics.jsonl.old").touch()
+    write_progress(run / "model", {"step": 100})
+    assert finished_steps(run) == 100
+    checkpoints_of(TrainerConfig(), run)
+    assert {path.name for path in run.iterdir()} == {"checkpoint-50", "model", "notes.old", "metrics.jsonl.old"}
+    assert finished_steps(run) == 0  # else `last` would find the old model, and nothing to do
 
 
 def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):

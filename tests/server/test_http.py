@@ -218,7 +218,7 @@ def test_headers_may_be_as_large_as_the_limit(low, above, status):
 
 
 WRONG = [b"", b"Authorization: Bearer wrong\r\n", b"Authorization: s3cret\r\n", b"Authorization: Bearer s3cret2\r\n"]
-WRONG += ["Authorization: Bearer é\r\n".encode(), b"Authorization: bearer s3cret\r\n"]
+WRONG += ["Authorization: Bearer é\r\n".encode(), b"Authorization: bearer s3cret\r\n", b"Authorization: \xff\r\n"]
 
 
 @pytest.mark.parametrize("token", WRONG)
@@ -232,6 +232,13 @@ def test_without_the_token_no_body_is_waited_for(locked, token, expect):
 def test_without_the_token_nothing_is_told(locked, path):
     answers = talk(locked, b"GET " + path + b" HTTP/1.1\r\n\r\n" + BEHIND)
     assert len(answers) == 1 and refused(answers[0]) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize("token", WRONG)
+def test_whoever_asks_health_with_another_token_is_a_stranger(locked, token):
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    [(status, _, body)] = talk(locked, head + token + b"\r\n")
+    assert (status, body) == (200, b'{"status": "ok"}')
 
 
 @pytest.mark.parametrize("path", [b"/health", b"//health", b"/"])

@@ -320,6 +320,15 @@ def test_a_full_disk_ends_the_run(pool, model, tmp_path):
         published(pool.client, model, tmp_path, 0)
 
 
+def test_a_version_that_could_not_be_written_is_said_before_a_checkpoint_needs_it(pool, model, tmp_path):
+    (tmp_path / "policy").write_text("a file stands where the folder should be")
+    publisher = publisher_of(pool.client, model, tmp_path)
+    publish(publisher, 0)
+    publisher.wait_written()
+    with pytest.raises(SaveError, match="the policy could not be saved to .*0.safetensors"):
+        publisher.check_written()
+
+
 def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypatch):
     """It goes on naming its versions, and how much of the file it has."""
     monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.05)

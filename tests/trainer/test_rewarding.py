@@ -54,6 +54,7 @@ def test_an_environment_alone_is_enough_and_the_punishment_counts_its_answers_to
     settings = config(max_completion_length=10, soft_punish_cache=4)
     rewarder = Rewarder({"Game": Game}, {}, settings)
     assert (rewarder.names, rewarder.weights.tolist()) == (["Game", "soft_overlong_punishment"], [1.0, 1.0])
+    assert rewarder.signal_weights.tolist() == [1.0, 0.0]  # DAPO's dynamic sampling looks at correctness
     rollouts = [rollout("a", answers, Game=1.0) for answers in (0, 4, 6, 8)]
     assert compute(rewarder, rollouts) == [[1.0] * 4, [0.0, 0.0, -0.5, -1.0]]
     # Where nothing else applies, it is no reward either.

@@ -155,7 +155,7 @@ def test_a_run_whose_vision_tower_is_trained_trains_on_what_vllm_draws(pool, let
         assert trainer.returncode == 0, trainer.communicate()
     steps = timeless(tmp_path / "run")
     assert [row["step"] for row in steps] == [*range(1, 9)]
-    assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-4
+    assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 5e-4
     before, after = (AutoModelForImageTextToText.from_pretrained(path) for path in (policy, tmp_path / "run/model"))
     assert not any(map(torch.equal, vision_parameters(before), vision_parameters(after)))
 
