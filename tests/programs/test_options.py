@@ -96,7 +96,7 @@ def test_more_are_drawn_than_trained_on_and_the_reference_is_asked_about_these_a
     changes |= {"save_total_limit": 0, "ranks": 2}
     before = scored(server)
     _, rows = run(**changes)
-    assert scored(server) - before == rows[-1]["num_tokens"] - 4 * 4 * 2  # without the last token of a sequence
+    assert 0.25 < (scored(server) - before) / rows[-1]["num_tokens"] < 0.4  # two of six
     for samples in by_step(tmp_path / "run").values():
         for start in range(0, len(samples), 6):
             group = samples[start : start + 6]
