@@ -32,7 +32,7 @@ from grpo.config.errors import COMMAND, LOWERED, ConfigError, program_name, say_
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.record_settings import settings_in
-from grpo.report.status import answer_of
+from grpo.report.status import is_ready
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import read_records
 from grpo.run.run_folder import find_run_folder, finished_steps
@@ -233,7 +233,7 @@ class Programs:
             return 0
         if (code := self._server.poll()) is None:
             if not self._server_was_ready:
-                self._server_was_ready = answer_of(self._server_url) == "ready"
+                self._server_was_ready = is_ready(self._server_url)
             return 0
         # With 2 it has refused a setting; that "ready" was of another server, on the same port.
         if not self._server_was_ready or code == 2:

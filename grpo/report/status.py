@@ -91,14 +91,26 @@ def servers(run: RecordedRun) -> list[str]:
     return [url for url in urls if is_here or "//127.0.0.1:" not in url]
 
 
-def answer_of(url: str, authority: str | bool = True) -> str:
+def answer_of(url: str, authority: str | bool) -> str:
     """Return what a server says of itself: loading, ready or draining; or that it does not answer."""
     try:
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy of the environment stands between, as in training
-            return str(session.get(f"{url}/health", timeout=5, verify=authority).json()["status"])
+        return str(_ask_health(url, authority).json()["status"])
     except (requests.RequestException, ValueError, KeyError, TypeError):
         return "no answer"
+
+
+def is_ready(url: str) -> bool:
+    """Tell whether a server can answer, also one that tells strangers no more."""
+    try:
+        return _ask_health(url, True).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def _ask_health(url: str, authority: str | bool) -> requests.Response:
+    with requests.Session() as session:
+        session.trust_env = False  # no proxy of the environment stands between, as in training
+        return session.get(f"{url}/health", timeout=5, verify=authority)
 
 
 def main() -> int:

@@ -108,8 +108,11 @@ def programs_of(folder: Path) -> dict[int, str]:
 
 @pytest.mark.slow
 def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl_c(model_folder, data_folder, tmp_path):
-    run = tmp_path / "run"
+    """Also where the server tells strangers nothing but that it can answer."""
+    run, token = tmp_path / "run", tmp_path / "token"
+    token.write_text("secret")
     changes = {"max_steps": 200, "port": free_port(), "eval_steps": 0, "save_steps": 2, "report_to": "none"}
+    changes |= {"token_file": token}
     words = options(model_folder, data_folder, run, nproc_per_node=2, **changes)
     process = begin(words)
     try:
