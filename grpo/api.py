@@ -289,8 +289,9 @@ def _environment() -> dict[str, str]:
 
 def _alone() -> dict[str, str]:
     """Return the environment of a child that is no rank, also of a script under torchrun."""
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    return {name: value for name, value in _environment().items() if not name.startswith(("TORCHELASTIC_", *names))}
+    of_ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in _environment().items() if not name.startswith("TORCHELASTIC_")}
+    return {name: kept[name] for name in kept.keys() - of_ranks}
 
 
 def _follow(program: list[str], config: Path, environment: Mapping[str, str]) -> None:

@@ -223,7 +223,7 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[st
     try:
         for name, value in _given(path, table):
             rule = table.get(name) or (name if name in ours else None)
-            if isinstance(value, str) and "$" in (value := os.path.expandvars(value)):
+            if _is_variable(path, value):
                 left.setdefault(name, f"{value} is a variable of the script: write its value")
             elif rule is None:
                 left.setdefault(name, INSTEAD.get(name.rpartition(".")[2], ""))
@@ -237,6 +237,12 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[st
         raise ConfigError(f"from='{path}': {error.strerror}: name the file of {trainer}'s settings") from error
     except (SyntaxError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
+
+
+def _is_variable(path: Path, value: Any) -> bool:
+    """Tell whether a value is known to the shell alone, or to what reads the YAML file: in Python $ is a letter."""
+    mark = {".py": None, ".yaml": "${", ".yml": "${"}.get(path.suffix, "$")
+    return isinstance(value, str) and mark is not None and mark in value
 
 
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +292,8 @@ def _given(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
         yield from _leaves("", load_yaml(text) or {})
     else:
         for name, word in re.findall(r"(?<!\S)['\"]?\+*([A-Za-z_]\w*(?:\.\w+)+)=('[^']*'|\"[^\"]*\"|\S+)", text):
-            if (value := word.strip("'\"")) and (value := value if "$" in value else load_yaml(value)) is not None:
+            value = os.path.expandvars(word.strip("'\""))
+            if (value := value if "$" in value else load_yaml(value)) is not None:
                 yield name, value
 
 

@@ -17,6 +17,8 @@ data:
   answer_key: answer
   image_key: images
   max_response_length: 2048
+  system_prompt: Write $x$.
+  seed: ${SEED}
   rollout_batch_size: 512
 algorithm: {adv_estimator: reinforce_plus_plus, disable_kl: false, kl_penalty: low_var_kl, kl_coef: 1.0e-2}
 worker:
@@ -64,6 +66,7 @@ TRANSLATED = {
         "config.yaml",
         EASYR1,
         {
+            **{"system_prompt": "Write $x$."},
             **{"dataset_name": "hiyouga/math12k", "dataset_prompt_column": "problem", "max_completion_length": 2048},
             **{"advantage_estimator": "reinforce++", "beta": 0.01, "kl_estimator": "k3", "num_generations": 5},
             **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 5, "num_train_epochs": 15},
@@ -71,7 +74,7 @@ TRANSLATED = {
             **{"epsilon_high": 0.3, "weight_decay": 0.01, "warmup_steps": 0},
             **{"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"},
         },
-        ["worker.rollout.top_p (leave it out", "data.image_key (use dataset"],
+        ["worker.rollout.top_p (leave it out", "data.seed (${SEED} is a variable", "data.image_key (use dataset"],
     ),
     "verl": (
         "run.sh",
