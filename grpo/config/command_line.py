@@ -186,7 +186,7 @@ class _Parser(ArgumentParser):
         if not hasattr(self._config_class, "POSITIONAL"):
             return words
         switches = {name for action in self._actions if action.type is _read_truth for name in action.option_strings}
-        pairs = zip(words, [*words[1:], ""], strict=True)
+        pairs = zip(words, [*words, ""][1:], strict=True)
         return [f"{word}=true" if word in switches and after.lower() not in _TRUTH else word for word, after in pairs]
 
     def end_with_help(self, topic: str) -> NoReturn:
