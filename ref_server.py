@@ -66,6 +66,7 @@ def make_app(service: ModelService | PoolService) -> App:
 
     @app.get(wire.HEALTH_PATH)
     def health():
+        # get_header raises for bytes that are no UTF-8.
         is_allowed = service.allows(bottle.request.environ.get("HTTP_AUTHORIZATION", ""))
         info = service.current_info() if is_allowed else service.info  # a stranger's question reaches no database
         status, retry_after = (200, None) if info.status == "ready" else (503, 2)

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -62,7 +63,7 @@ _PAGE_BYTES = 16 << 10  # a row of 16 MiB was read four times as fast as from pa
 _LOG_BYTES = 64 << 20  # of the log beside the file, at most, once it was written back
 
 
-class Database:
+class Database(ABC):
     """A pool's tables. Any thread may call all methods; all raise ProtocolError, 503, and store nothing, if the disk or
     the engine fails."""
 
@@ -72,17 +73,22 @@ class Database:
         self.lock = threading.RLock()  # a caller holds it over several reads of one state
         self._is_in_transaction = False
 
+    @abstractmethod
     def close(self) -> None: ...
 
+    @abstractmethod
     def size(self) -> int:
         """Return its bytes on the disk."""
 
+    @abstractmethod
     def now(self) -> float:
         """Return seconds, by a clock that all pools on this database share."""
 
+    @abstractmethod
     def sql(self, statement: str, *values: Any) -> list[tuple]:
         """Execute a statement; return its rows."""
 
+    @abstractmethod
     def _begun(self, kind: str) -> Any:
         """Begin a transaction, as a context that commits it, or rolls it back after an exception."""
 

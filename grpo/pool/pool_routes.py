@@ -37,9 +37,8 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     def send_file():
         with service.thread_of(service.work_threads):
             service.check_ready()
-            return _file_answer(
-                service, bottle.request.query.get("sha256", ""), bottle.request.environ.get("HTTP_RANGE", "")
-            )
+            wanted = bottle.request.environ.get("HTTP_RANGE", "")  # get_header raises for bytes that are no UTF-8
+            return _file_answer(service, bottle.request.query.get("sha256", ""), wanted)
 
 
 def _add_posts(app: App, service: PoolService) -> None:

@@ -25,6 +25,7 @@ _LOCKS = {
 }
 # A machine that is gone without a word ends a request within a minute.
 _CONNECTION = {"autocommit": True, "connect_timeout": 5, "keepalives_idle": 30, "tcp_user_timeout": 30_000}
+# The connection, the disk, a limit; a standby, or a server that a full disk has made one; a transaction that slept.
 _AWAY = psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.IdleInTransactionSessionTimeout
 # The database does not wait for hours for a pool's machine that is gone in the middle of a transaction.
 _OF_LOST_POOLS = "SET idle_in_transaction_session_timeout = '60s'; SET tcp_keepalives_idle = 30"
@@ -111,7 +112,6 @@ class PostgresDatabase(Database):
         """Turn the engine's errors into ProtocolError."""
         try:
             yield
-        # The connection, the disk, a limit; a standby, or a server that a full disk has made one.
         except _AWAY as error:
             message = f"the database of {self.place} does not answer, or cannot store ({one_line(error)})"
             log.error(message)

@@ -229,12 +229,14 @@ class HttpServer(TcpWSGIServer):
     def make_room_for_body(self, newcomer: Channel) -> ProtocolError | None:
         """Return the newcomer's refusal if all bodies, incoming and in work, are above their limit. Before that, refuse
         incoming requests in favour of the newcomer's, the longest silent one first."""
-        refusal = ProtocolError(503, "too_many_bodies", "other requests' bodies fill all the room: come back in 5 s", 5)
         if not newcomer.body_bytes:
             return None
         channels = list(self.active_channels.values())
         over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * BODY_BYTES
-        for channel in sorted(channels, key=lambda channel: channel.moved_at) if over > 0 else ():
+        if over <= 0:
+            return None
+        refusal = ProtocolError(503, "too_many_bodies", "other requests' bodies fill all the room: come back in 5 s", 5)
+        for channel in sorted(channels, key=lambda channel: channel.moved_at):
             if over > 0 and channel is not newcomer and channel.body_bytes and not channel.requests:
                 over -= channel.body_bytes
                 with channel.requests_lock:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ class ModelService(Service):
         super().__init__(config, ModelInfo(config.model_name_or_path))
         self.queue = self.scorer = self.updates = self.pictures = None
         self.request_threads = threading.Semaphore(MOST_REQUESTS)
+        self.picture_threads = threading.Semaphore(MOST_REQUESTS // 2)  # text finds the others free
         self.update_threads = threading.Semaphore(_MOST_UPDATES)
         # While they are read, JSON and tokens take many times the size of the body: read one request at a time.
         self._reading = threading.Lock()
@@ -130,7 +132,8 @@ class ModelService(Service):
             with self._reading:
                 return self._read_texts(body(), *limits)
         request = decode_request(body(), model.vocab_size, *limits)
-        self.pictures.check(request)
+        with self.thread_of(self.picture_threads) if request.pictures else nullcontext():
+            self.pictures.check(request)
         return request
 
     def score(self, request: LogprobsRequest, sender: str, is_gone: Callable[[], bool]) -> bytes:

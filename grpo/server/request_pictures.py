@@ -11,7 +11,6 @@ from grpo.wire.picture_files import PicturedPrompt, PictureError, pictures_of
 from grpo.wire.refusals import ProtocolError, malformed
 
 _KEPT_BYTES = 2 * 2**30  # of prepared pictures of requests that wait: 110,000 tokens of Qwen's
-_MOST_WAITING = 60  # requests whose pictures wait or are prepared: text finds the other half of the threads free
 _AT_ONCE = 2  # requests whose pictures are prepared at a time, so that the model's thread has its share of the cores
 
 
@@ -24,29 +23,20 @@ class PictureCheck:
         self.processor, self.vision = processor, vision
         if processor is not None:
             processor.kept_bytes = _KEPT_BYTES
-        self._preparing, self._waiting = threading.Semaphore(_AT_ONCE), threading.Semaphore(_MOST_WAITING)
+        self._preparing = threading.Semaphore(_AT_ONCE)
 
     def check(self, request: LogprobsRequest) -> None:
-        """Raise ProtocolError: 400 for a damaged picture, 422 for pictures that do not fit the model or the ids, 503 if
-        too many others' wait."""
+        """Raise ProtocolError: 400 for a damaged picture, 422 for pictures that do not fit the model or the ids."""
         if self.processor is None:
             if request.pictures:
                 raise ProtocolError(422, "no_pictures", "this server's model takes no pictures: send text alone")
             return
-        if request.pictures and not self._waiting.acquire(blocking=False):
-            raise ProtocolError(
-                503, "busy", "many requests with pictures wait already: come back in 2 s", retry_after=2
-            )
-        try:
-            before = None
-            for row, (prompt, _) in enumerate(request.sequences()):
-                if prompt is not before:
-                    with self._preparing if isinstance(prompt, PicturedPrompt) else nullcontext():
-                        self._check_prompt(row, prompt)
-                before = prompt
-        finally:
-            if request.pictures:
-                self._waiting.release()
+        before = None
+        for row, (prompt, _) in enumerate(request.sequences()):
+            if prompt is not before:
+                with self._preparing if isinstance(prompt, PicturedPrompt) else nullcontext():
+                    self._check_prompt(row, prompt)
+            before = prompt
 
     def _check_prompt(self, row: int, prompt: PicturedPrompt | np.ndarray) -> None:
         places, made = int((np.asarray(prompt) == self.processor.token_id).sum()), 0

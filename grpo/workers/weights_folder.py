@@ -3,6 +3,7 @@
 Of a run that trains an adapter a version is the adapter's weights alone; the base under it comes once.
 """
 
+import hashlib
 import logging
 import os
 import shutil
@@ -72,12 +73,14 @@ class ModelFolder:
 
     def _picture(self, sha256: str) -> bytes:
         path = self._pictures / sha256
-        if not (path.exists() and sha256_of(path) == sha256):  # a power cut may have emptied it
-            self._pictures.mkdir(exist_ok=True)
-            self._patience(lambda: self._client.fetch_file(sha256, path))
-            kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._pictures.iterdir())
-            while len(kept) > 1 and sum(size for _, size, _ in kept) > _PICTURE_BYTES:
-                kept.pop(0)[2].unlink()
+        picture = path.read_bytes() if path.exists() else b""
+        if hashlib.sha256(picture).hexdigest() == sha256:  # a power cut may have emptied it
+            return picture
+        self._pictures.mkdir(exist_ok=True)
+        self._patience(lambda: self._client.fetch_file(sha256, path))
+        kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._pictures.iterdir())
+        while len(kept) > 1 and sum(size for _, size, _ in kept) > _PICTURE_BYTES:
+            kept.pop(0)[2].unlink()
         return path.read_bytes()
 
     def _full(self, error: OSError) -> WorkerFailed:

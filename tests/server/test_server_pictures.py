@@ -237,9 +237,9 @@ def test_what_is_kept_of_pictures_is_bounded_and_counts_their_files(folders, pla
 
 
 def test_requests_with_pictures_leave_room_for_those_of_text(service, plain, monkeypatch):
-    monkeypatch.setattr(service.pictures, "_waiting", threading.Semaphore(1))
+    monkeypatch.setattr(service, "picture_threads", threading.Semaphore(1))
     pictured = LogprobsRequest.of(prompt_of(plain, SMALL), [[5]], 1.0)
-    with service.pictures._waiting:
+    with service.picture_threads:
         busy, text = ask(service, pictured), ask(service, LogprobsRequest.of([100, 101], [[5]], 1.0))
     assert (busy[0].status, busy[0].code) == (503, "busy") and text[0].shape == (1,)
     assert ask(service, pictured)[0].shape == (1,)  # its room is free again after each

@@ -93,6 +93,9 @@ def test_pictures_are_fetched_once_and_the_oldest_go(pool, tmp_path, fetched, mo
         prompt = folder.with_pictures(replace(task, pictures=names)).prompt_ids
         assert [*prompt] == [5, 6] and prompt.pictures == tuple(files[name] for name in names)
     assert fetched == [first, *others, first]
+    (tmp_path / "pictures" / first).write_bytes(b"")  # a power cut may have emptied it
+    assert folder.with_pictures(replace(task, pictures=(first,))).prompt_ids.pictures == (files[first],)
+    assert fetched == [first, *others, first, first]
     assert folder.with_pictures(task) is task
     with pytest.raises(ServerError, match=f"no complete file '{'f' * 64}' is here"):
         folder.with_pictures(replace(task, pictures=("f" * 64,)))
