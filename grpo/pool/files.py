@@ -88,6 +88,18 @@ class Files:
         message = "what came is not what was announced (SHA-256 differs): send all of it again"
         raise ProtocolError(409, "damaged", message)
 
+    def claim(self, run: str, name: str) -> None:
+        """Keep the folder, inside `locked`, for a run: another's pool would drop its files. Raises ProtocolError, 409,
+        for a folder of another run."""
+        claimed = self._folder / "run"
+        if claimed.exists():
+            owner, _, owner_name = claimed.read_text().partition(" ")
+            if owner != run:
+                remedy = "start the pool with another --pool_folder, or delete this one if that run is over"
+                raise ProtocolError(409, "other_run", f"{self._folder} has the files of run {owner_name}: {remedy}")
+        else:
+            claimed.write_text(f"{run} {name}")
+
     def size(self, sha256: str) -> int | None:
         """Return the bytes of a file, None if it is missing or not complete."""
         with self._failures():

@@ -49,6 +49,7 @@ class Store:
         the pool's file. Raises ConfigError, also for a folder without the files of the database's versions."""
         self.database = _open(place, on_damage)
         self._run: RunInfo | None = None
+        self._has_given_folder = folder is not None
         try:
             self.files = Files(folder or f"{place}.files")
             self.known_run()  # refuses a damaged one
@@ -80,12 +81,16 @@ class Store:
         return run
 
     def set_run(self, info: RunInfo) -> None:
-        """Keep the run; the first one stays. Raises ProtocolError, 409, for another one."""
-        with self.database.transaction():
-            if (known := self.known_run()) is None:
-                self.database.store("run", 1, info.to_json())
-            elif any(getattr(known, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
+        """Keep the run; the first one stays. Raises ProtocolError, 409, for another one, also in a folder that was
+        given."""
+        with self.files.locked(), self.database.transaction():
+            same = "run", "base_weights", "turns"
+            if (known := self.known_run()) and any(getattr(known, name) != getattr(info, name) for name in same):
                 raise ProtocolError(409, "other_run", f"the pool is of run {known.name}: {_ANOTHER}")
+            if self._has_given_folder:
+                self.files.claim(info.run, info.name)
+            if known is None:
+                self.database.store("run", 1, info.to_json())
 
     def add_version(self, version: Version) -> None:
         """Keep a version. Raises ProtocolError, 409, if a file is missing. If the pool has, or had, this number with

@@ -110,6 +110,17 @@ def test_the_first_run_stays(store):
         assert refusal.value.code == "other_run" and store.run() == RUN
 
 
+def test_a_folder_that_was_given_is_of_one_run(store, pool_config, tmp_path):
+    store.set_run(RUN)
+    with closing(Store(str(tmp_path / "other.sqlite"), damage, pool_config.pool_folder)) as other:
+        with pytest.raises(
+            ProtocolError, match="files has the files of run runs/a: .* another --pool_folder"
+        ) as refusal:
+            other.set_run(replace(RUN, run="f" * 16, name="runs/b"))
+        assert refusal.value.code == "other_run" and other.known_run() is None
+    store.set_run(replace(RUN, name="runs/resumed"))
+
+
 def test_a_version_needs_its_files(store):
     data, delta = weights(0), weights(9, 100)
     whole = Version(0, sha(data), len(data), True, None, None, PROBE)
