@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 from grpo.client.server_errors import RequestFailure, ServerError
 from grpo.config.command_line import parse_arguments
-from grpo.config.console import start_logging
+from grpo.config.console import end_now, start_logging
 from grpo.config.programs import WorkerConfig
 from grpo.pool.client import PoolClient
 from grpo.workers.engine import Engine, WorkerFailed
@@ -93,8 +93,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    # A group that is still being drawn must not keep the process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_now(main())  # also while a group is being drawn

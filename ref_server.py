@@ -15,7 +15,6 @@ thread owns the model (grpo/server/scorer.py). docs/protocol.md describes the wi
 
 import ctypes
 import logging
-import os
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ if __name__ == "__main__":
 import bottle
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.console import start_logging
+from grpo.config.console import end_now, start_logging
 from grpo.config.fields import PACKAGE
 from grpo.config.server import ServerConfig
 from grpo.pool.pool_routes import add_pool_routes
@@ -187,8 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    # Threads of the web server, or a broken device, must not keep a finished process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_now(main())

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from grpo.config.command_line import parse_arguments
+from grpo.config.console import end_now
 from grpo.config.errors import ConfigError, RewardError, say_once
 from grpo.config.sampling_settings import ChatConfig
 from grpo.model.answering import model_settings
@@ -255,4 +256,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_now(main())

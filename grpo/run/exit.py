@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TextIO
 
 import psutil
 
-from grpo.config.console import start_logging
+from grpo.config.console import end_now, start_logging
 from grpo.config.errors import COMMAND, ConfigError, allow_open_files, first_here, is_first_rank, program_name, say_once
 
 _GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the first one, passed on by the launcher
@@ -255,9 +255,7 @@ def run_to_the_end(work: Callable[[], None], failures: tuple[type[Exception], ..
         sys.excepthook(*sys.exc_info())
     if code == 0:
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # Python would wait for threads that a reward function left, or that wait for the reference
+    end_now(code)
 
 
 @contextmanager

@@ -78,9 +78,19 @@ class UserProcess:
         raise CallLost(how)
 
     def replace_if_ended(self) -> None:
-        if self._process.poll() is not None:
+        if self._process.poll() is not None or self._is_closed():
             self.stop()
             self._start()
+
+    def _is_closed(self) -> bool:
+        """Return whether the worker's end of the socket is closed, which is so before the guard has ended."""
+        try:
+            self._socket.settimeout(0)
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def end(self) -> None:
         """Kill it without replacement. A call that waits for it, in any thread, is cancelled."""

@@ -189,10 +189,9 @@ def test_processes_are_reused_and_only_a_lost_one_is_replaced(pooled):
 def test_a_process_that_dies_between_two_calls_costs_no_reward(pooled, caplog):
     both = pooled("pid", "length")
     workers = {int(pid) for pid in rewards({"pid": both["pid"]}, ["x"] * 50)[0]}
-    guards = [psutil.Process(pid).ppid() for pid in workers]
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
-    assert all(wait_until_dead(pid, 10) for pid in guards)
+    assert all(wait_until_dead(pid, 10) for pid in workers)  # their guards may still live
     assert rewards({"length": both["length"]}, ["a"] * 8) == [[1] * 8]
     assert not caplog.records
 
