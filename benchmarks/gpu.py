@@ -12,7 +12,8 @@ packed      what the start-up trial chooses; packed batches, each prompt once, b
 memory      peaks of sampling, backward pass and AdamW's step beside the formula of `--dry_run`.
 generate    milliseconds a token of the trainer's samplers (its decode loop with CUDA graphs and without, transformers'
             generate), prompts of several lengths, beside reading the weights.
-ranks       an all-reduce and an exchange of heads between two cards, where there are two.
+ranks       an all-reduce, what ZeRO-3 gathers and scatters, and an exchange of heads between two cards, where there are
+            two.
 train       ref_server.py and grpo_ref_split.py together on the card: simple_GRPO's 60 steps, its published time beside.
 
 bash benchmarks/real.sh runs four more (benchmarks/gpu_real.py): sums, what make demo-real trains; fits, the settings

@@ -1,5 +1,6 @@
-"""One of two ranks that sum tensors together, as ZeRO sums gradients, and that exchange the heads of a layer of 7B, as
-ranks do that share rows: `python -m benchmarks.gpu --part ranks`."""
+"""One of two ranks that sum tensors together, as ZeRO-2 sums gradients, that gather and scatter them, as ZeRO-3 does
+weights and gradients, and that exchange the heads of a layer of 7B, as ranks do that share rows:
+`python -m benchmarks.gpu --part ranks`."""
 
 import os
 import statistics
@@ -37,7 +38,10 @@ def main() -> None:
     numbers = {"dtype": torch.bfloat16, "device": "cuda" if CUDA else "cpu"}
     for megabytes in (1, 4) if is_tiny else (1, 100, 1000):
         gradients = torch.ones(megabytes * 500_000, **numbers)
-        show("all-reduce", megabytes, lambda gradients=gradients: dist.all_reduce(gradients))
+        part = gradients.chunk(2)[rank].clone()
+        show("all-reduce", megabytes, partial(dist.all_reduce, gradients))
+        show("all-gather", megabytes, partial(dist.all_gather_into_tensor, gradients, part))
+        show("reduce-scatter", megabytes, partial(dist.reduce_scatter_tensor, part, gradients))
     for tokens in (64,) if is_tiny else (16_384, 65_536):
         states = [torch.ones(1, heads, tokens // 2, WIDTH, **numbers) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
         attend = partial(RowParts(RowRanks.of(2), [], torch.empty(0)).attend, lambda query, *_: query.transpose(1, 2))
