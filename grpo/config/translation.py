@@ -12,7 +12,6 @@ import ast
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ _INSTEAD = {
     "use dtype": "bf16 torch_dtype",
     "use dtype bfloat16, or float32: in float16 small gradients would be 0": "fp16",
     "use epsilon": "clip_ratio eps_clip",
-    "use eval_steps": "eval_strategy eval_on_start test_freq",
+    "use eval_steps": "eval_on_start test_freq",
     "use learning_rate": "lr actor_learning_rate",
     "use max_completion_length": "max_new_tokens max_response_length generate_max_len",
     "use max_steps": "all_steps",
-    "use warmup_steps, where a number below 1 is a share": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
+    "use warmup_steps, where a number below 1 is a share": "lr_warmup_ratio lr_warmup_steps_ratio",
     "use adam_epsilon": "adam_eps",
     "use num_train_epochs": "total_epochs total_episodes max_epochs num_episodes",
     "use num_generations": "n n_samples_per_prompt num_pre_Q",
@@ -50,7 +49,6 @@ _INSTEAD = {
     "use output_dir, whose last part names the run": "run_name experiment_name",
     "use resume_from_checkpoint": "load_checkpoint_path",
     "use reward_funcs": "reward_model",
-    "use save_steps": "save_strategy",
     "translate the file: grpo init --from": "data actor_rollout_ref algorithm worker trainer",
     "use dry_run, or python ref_server.py --estimate": "estimate",
     "use sampler pool, and draw with python generate.py --engine vllm": "use_vllm vllm_mode",
@@ -63,7 +61,7 @@ _INSTEAD = {
     "leave it out: from_pretrained reads a checkpoint, and the run continues from it": "save_only_model",
     "leave it out: without a GPU the CPU computes": "use_cpu",
     "leave it out: batches are packed, whatever the lengths": "group_by_length",
-    "use dataset_order as_is": "shuffle_dataset shuffle",
+    "use dataset_order as_is": "shuffle",
     "use dataset_image_column, for a model that reads pictures": "image_key",
     "write it with TRL's signature (docs/rewards.md)": "score_function custom_reward_function",
 }
@@ -90,6 +88,10 @@ def _steps(name: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: max(0, int(value))}  # -1 is never
 
 
+def _unless_no(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: 0} if str(value).lower() in ("no", "false") else {}  # YAML reads no as False
+
+
 def _choice(name: str, **ours: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: ours.get(str(value).replace("-", "_"), str(value))}
 
@@ -105,12 +107,17 @@ _KL = _choice("kl_estimator", low_var_kl="k3", kl="k1", mse="k2")
 _TRL: dict[str, Rule] = {
     "model": "model_name_or_path",
     "train_dataset": _data,
-    "r": lambda value: {"use_peft": True, "lora_r": value},
+    "r": lambda value: {"use_peft": True, "lora_r": value, "_lora_alpha": 8},
     "target_modules": "lora_target_modules",
     "per_device_train_batch_size": "_sequences",
     "gradient_accumulation_steps": "_accumulation",
     "steps_per_generation": "_micro_steps",  # of accumulation there, and updates here
     "bf16": lambda value: {"dtype": "bfloat16"} if value else {},
+    "warmup_ratio": "warmup_steps",
+    "scale_rewards": lambda value: {"scale_rewards": {True: "group", False: "none"}.get(value, value)},
+    "shuffle_dataset": lambda value: {} if value else {"dataset_order": "as_is"},
+    "save_strategy": _unless_no("save_steps"),
+    "eval_strategy": _unless_no("eval_steps"),
 }
 _VERL: dict[str, Rule] = {
     "data.train_files": _data,
@@ -206,7 +213,9 @@ _OF_VERL: dict[str, Any] = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "trl": {
         **{"beta": 0.0, "loss_type": "dapo", "lr_scheduler_type": "linear", "warmup_steps": 0, "adam_beta2": 0.999},
-        **{"num_train_epochs": 3.0, "system_prompt": "", "learning_rate": 1e-6},
+        **{"num_train_epochs": 3.0, "system_prompt": "", "learning_rate": 1e-6, "prompt_format": "raw"},
+        **{"dataset_prompt_column": "prompt", "dataset_answer_column": ""},
+        **{"save_steps": 500, "save_total_limit": 0, "eval_steps": 0},
     },
     "verl": {**_OF_VERL, "num_train_epochs": 30},
     "easyr1": {**_OF_VERL, "num_train_epochs": 15, "epsilon_high": 0.3},
@@ -221,15 +230,17 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[st
     table, parts, left = TABLES[trainer], {}, {}
     ours = known if trainer in ("trl", "simple_grpo") else ()
     try:
-        for name, value in _given(path, table):
+        for name, value in _given(path, table, {*table, *ours}):
             rule = table.get(name) or (name if name in ours else None)
-            if _is_variable(path, value):
-                left.setdefault(name, f"{value} is a variable of the script: write its value")
-            elif rule is None:
+            if rule is None and value is not False:
                 left.setdefault(name, INSTEAD.get(name.rpartition(".")[2], ""))
-            else:
+            elif rule is not None and _is_unknown(path, value):
+                left.setdefault(name, f"only the script knows {value}: write its value")
+            elif rule is not None:
                 found = {rule: value} if isinstance(rule, str) else rule(value)
                 parts |= {key: value for key, value in found.items() if key not in parts}  # the first of several
+        if trainer == "trl":
+            left["per_device_train_batch_size"] = "prompts_per_step is of one process: multiply it by their number"
         if not parts:
             raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
         return _join(trainer, parts), left
@@ -239,10 +250,16 @@ def translate(trainer: str, path: Path, known: Collection[str]) -> tuple[dict[st
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
 
 
-def _is_variable(path: Path, value: Any) -> bool:
-    """Tell whether a value is known to the shell alone, or to what reads the YAML file: in Python $ is a letter."""
-    mark = {".py": None, ".yaml": "${", ".yml": "${"}.get(path.suffix, "$")
-    return isinstance(value, str) and mark is not None and mark in value
+class _Expression(str):
+    """A Python expression that is no constant."""
+
+
+def _is_unknown(path: Path, value: Any) -> bool:
+    """Tell whether a value is known to the script or shell alone, or to what reads the YAML file. In Python $ is a
+    letter."""
+    if path.suffix == ".py":
+        return isinstance(value, _Expression)
+    return isinstance(value, str) and ("${" if path.suffix in (".yaml", ".yml") else "$") in value
 
 
 def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
@@ -253,9 +270,9 @@ def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
     elif "num_train_epochs" in settings:
         settings.pop("max_steps", None)
     passes = int(parts.get("_accumulation", 1))
-    if trainer == "trl" and parts.keys() & {"_accumulation", "_micro_steps"}:
+    if trainer == "trl":
         parts.setdefault("_sequences", 8)
-    if "_sequences" in parts:  # of a process: for more of them multiply
+    if "_sequences" in parts:  # of a process
         group = int(settings.get("num_generations", 8))
         settings["prompts_per_step"] = max(1, int(parts["_sequences"]) * passes // group)
     if "_micro_batches" in parts:
@@ -277,19 +294,20 @@ def _join(trainer: str, parts: dict[str, Any]) -> dict[str, Any]:
     if trainer == "trl" and settings["beta"]:
         settings.setdefault("use_bias_correction_kl", True)  # its default, which has no effect without a KL
     if settings.get("use_peft"):
-        settings.setdefault("lora_alpha", parts.get("_lora_alpha", 8 if trainer == "trl" else 16))
+        settings.setdefault("lora_alpha", parts.get("_lora_alpha", 32 if trainer == "trl" else 16))
     if parts.get("_freeze"):
         settings["freeze_vision_tower"] = True
     return settings
 
 
-def _given(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings in a file: the leaves of YAML, the constants of Python, the `a.b=c` of a shell command."""
+def _given(path: Path, wanted: Collection[str], known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings in a file: the leaves of YAML, and mappings of known names, the constants of Python, the
+    `a.b=c` of a shell command."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         yield from _python_constants(ast.parse(text), wanted)
     elif path.suffix in (".yaml", ".yml"):
-        yield from _leaves("", load_yaml(text) or {})
+        yield from _leaves("", load_yaml(text) or {}, known)
     else:
         for name, word in re.findall(r"(?<!\S)['\"]?\+*([A-Za-z_]\w*(?:\.\w+)+)=('[^']*'|\"[^\"]*\"|\S+)", text):
             value = os.path.expandvars(word.strip("'\""))
@@ -297,10 +315,10 @@ def _given(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _leaves(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(prefix: str, tree: dict[str, Any], known: Collection[str]) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(f"{prefix}{name}.", value)
+        if isinstance(value, dict) and f"{prefix}{name}" not in known:
+            yield from _leaves(f"{prefix}{name}.", value, known)
         elif value is not None:
             yield f"{prefix}{name}", value
 
@@ -308,18 +326,37 @@ def _leaves(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _python_constants(tree: ast.Module, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield constants of the module and keywords of the trainer's classes; of other calls and dictionaries only the
     wanted names."""
+    constants = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    for name, value in constants.items():
+        yield from _constant(name, value, constants)
     for node in ast.walk(tree):
-        pairs: list[tuple[Any, ast.expr]] = []
-        if isinstance(node, ast.Assign) and node in tree.body and isinstance(node.targets[0], ast.Name):
-            pairs = [(node.targets[0].id, node.value)]
-        elif isinstance(node, ast.Call):
-            is_config = getattr(node.func, "id", "") in ("GRPOConfig", "GRPOTrainer", "LoraConfig")
-            pairs = [(each.arg, each.value) for each in node.keywords if is_config or each.arg in wanted]
+        if isinstance(node, ast.Call):
+            call = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            is_config = call in ("GRPOConfig", "GRPOTrainer", "LoraConfig")
+            for each in node.keywords:
+                if each.arg and (is_config or each.arg in wanted):
+                    yield from _constant(each.arg, each.value, constants, is_config)
+            if call == "LoraConfig":
+                yield "r", 8  # unless the keyword came before
         elif isinstance(node, ast.Dict):
-            named = zip(node.keys, node.values, strict=True)
-            pairs = [(key.value, value) for key, value in named if getattr(key, "value", None) in wanted]
-        for name, value in pairs:
-            if isinstance(value, ast.Constant | ast.List | ast.UnaryOp):
-                with suppress(ValueError):  # an expression, of which only the script knows the value
-                    if (constant := ast.literal_eval(value)) is not None:
-                        yield name, constant
+            for key, value in zip(node.keys, node.values, strict=True):
+                if (name := getattr(key, "value", None)) in wanted:
+                    yield from _constant(name, value, constants)
+
+
+def _constant(
+    name: str, value: ast.expr, constants: dict[str, ast.expr], or_expression: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yield a setting, if it is a constant of the script, or else if wanted as an expression."""
+    try:
+        constant = ast.literal_eval(constants.get(getattr(value, "id", ""), value))
+    except ValueError:
+        if or_expression:
+            yield name, _Expression(ast.unparse(value))
+        return
+    if constant is not None and (or_expression or not isinstance(constant, dict)):
+        yield name, list(constant) if isinstance(constant, tuple) else constant

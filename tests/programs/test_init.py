@@ -44,10 +44,22 @@ VERL = r"""python3 -m verl.trainer.main_ppo \
 TRL = """
 from trl import GRPOConfig, GRPOTrainer
 rate = 3e-6
-args = GRPOConfig("out", num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2, beta=0.01,
-                  steps_per_generation=4,
-                  learning_rate=rate, max_steps=50, use_vllm=True, loss_type="dr_grpo")
-trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=args, peft_config=LoraConfig(r=8))
+args = trl.GRPOConfig("out", num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2,
+                      steps_per_generation=4, beta=0.01, chat_template_kwargs={"enable_thinking": False},
+                      max_completion_length=longest * 4, scale_rewards=False,
+                      learning_rate=rate, max_steps=50, use_vllm=True, sync_ref_model=False, loss_type="dr_grpo")
+trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=args, 
+                      peft_config=LoraConfig(lora_alpha=4, target_modules=("q_proj",)),
+                      reward_funcs=[good, short], train_dataset=dataset)
+"""
+TRL_YAML = """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+use_peft: true
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+warmup_ratio: 0.05
+save_strategy: no
+shuffle_dataset: true
 """
 SIMPLE_GRPO = """
 model_path = "/data/Qwen2.5-7B"
@@ -74,7 +86,11 @@ TRANSLATED = {
             **{"epsilon_high": 0.3, "weight_decay": 0.01, "warmup_steps": 0},
             **{"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"},
         },
-        ["worker.rollout.top_p (leave it out", "data.seed (${SEED} is a variable", "data.image_key (use dataset"],
+        [
+            "worker.rollout.top_p (leave it out",
+            "data.seed (only the script knows ${SEED}",
+            "data.image_key (use dataset",
+        ],
     ),
     "verl": (
         "run.sh",
@@ -85,7 +101,7 @@ TRANSLATED = {
             **{"scale_rewards": "none", "loss_type": "dr_grpo", "model_name_or_path": "Qwen/Qwen3-8B"},
             **{"num_train_epochs": 15, "delta": 3.0, "lora_alpha": 16, "warmup_steps": 0},
         },
-        ["trainer.logger\n", "trainer.save_freq (${NO_SUCH_VARIABLE} is a variable of the script: write its value)"],
+        ["trainer.logger\n", "trainer.save_freq (only the script knows ${NO_SUCH_VARIABLE}: write its value)"],
     ),
     "trl": (
         "script.py",
@@ -93,9 +109,31 @@ TRANSLATED = {
         {
             **{"num_generations": 4, "prompts_per_step": 4, "beta": 0.01, "max_steps": 50, "loss_type": "dr_grpo"},
             **{"use_peft": True, "lora_r": 8, "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"},
-            **{"steps_per_generation": 2, "lora_alpha": 8, "warmup_steps": 0},
+            **{
+                "steps_per_generation": 2,
+                "lora_alpha": 4,
+                "lora_target_modules": ["q_proj"],
+                "warmup_steps": 0,
+                "learning_rate": 3e-6,
+            },
+            **{"chat_template_kwargs": {"enable_thinking": False}},
+            **{"scale_rewards": "none", "prompt_format": "raw", "dataset_answer_column": "", "eval_steps": 0},
         },
-        ["use_vllm (use sampler pool"],
+        [
+            *("use_vllm (use sampler pool", "per_device_train_batch_size (prompts_per_step is of one process"),
+            *("max_completion_length (only the script knows longest * 4", "reward_funcs (only the script knows [good"),
+            "train_dataset (only the script knows dataset: write its value)",
+        ],
+    ),
+    "trl's YAML": (
+        "trl.yaml",
+        TRL_YAML,
+        {
+            **{"lora_r": 16, "lora_alpha": 32, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 0.05},
+            **{"save_steps": 0, "save_total_limit": 0, "dataset_order": "shuffled", "prompts_per_step": 1},
+            **{"num_train_epochs": 3.0, "dataset_prompt_column": "prompt"},
+        },
+        [],
     ),
     "simple_grpo": (
         "grpo_vllm_one.py",
@@ -119,15 +157,17 @@ def accepted(folder, monkeypatch) -> LaunchConfig:
     return parse_arguments(LaunchConfig, "", ["--config", "config.yaml"])
 
 
-@pytest.mark.parametrize("trainer", TRANSLATED)
-def test_other_trainers_settings_become_ours_and_the_rest_is_listed(trainer, tmp_path, monkeypatch):
-    name, text, expected, left = TRANSLATED[trainer]
+@pytest.mark.parametrize("file", TRANSLATED)
+def test_other_trainers_settings_become_ours_and_the_rest_is_listed(file, tmp_path, monkeypatch):
+    name, text, expected, left = TRANSLATED[file]
+    trainer = file.removesuffix("'s YAML")
     (tmp_path / name).write_text(text)
     done = grpo(tmp_path, "init", "mine", "--from", trainer, name)
     assert done.returncode == 0, done.stderr
     written = (tmp_path / "mine/config.yaml").read_text()
     listed = written.partition("# Without a counterpart here:\n")[2]
-    assert all(f"#   {each}" in listed for each in left) and "stage" not in listed
+    assert all(f"#   {each}" in listed for each in left)
+    assert not [each for each in ("stage", "sync_ref_model", "shuffle_dataset") if each in listed]
     config = accepted(tmp_path / "mine", monkeypatch)
     assert {name: getattr(config, name) for name in expected} == expected
 
