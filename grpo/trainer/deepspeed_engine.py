@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,9 @@ from grpo.run.watchdog import TIME_OUT, Watchdog
 from grpo.trainer.out_of_memory import START, explain_shortage
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-_LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW, whose kernels count in 32 bits
+# Numbers in a group: bitsandbytes' kernels count in 32 bits, and where the optimizer is offloaded DeepSpeed copies a
+# whole group on the card before it moves it.
+_LARGEST_GROUP = 2**30
 NORM_BLOCK = 2**22  # numbers
 
 
@@ -46,7 +49,8 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optim
             "trained: add use_peft, or name the model that they were made from"
         )
     decayed, not_decayed = parameter_groups(model)
-    settings = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    kinds = [(decayed, {"weight_decay": config.weight_decay}), (not_decayed, {"weight_decay": 0.0})]
+    make = partial(torch.optim.AdamW, fused=True)
     if config.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -54,24 +58,16 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optim
             def get_config(self, group_index: int, index: int, group: dict) -> dict:
                 return super().get_config(group_index, index, group) | {"optim_bits": group["optim_bits"]}
 
-        large = {id(weight) for weight in in_8_bits(model)}
+        make, large = AdamW, {id(weight) for weight in in_8_bits(model)}
         kinds = [
-            ([weight for weight in decayed if id(weight) in large], config.weight_decay, 8),
-            ([weight for weight in decayed if id(weight) not in large], config.weight_decay, 32),
-            (not_decayed, 0.0, 32),
+            ([weight for weight in weights if (id(weight) in large) == (bits == 8)], settings | {"optim_bits": bits})
+            for weights, settings in kinds
+            for bits in (8, 32)
         ]
-        groups = [
-            {"params": part, "weight_decay": decay, "optim_bits": bits}
-            for weights, decay, bits in kinds
-            for part in _parts(weights)
-        ]
-        return AdamW(groups, **settings)
-    groups = [
-        {"params": weights, "weight_decay": decay}
-        for weights, decay in ((decayed, config.weight_decay), (not_decayed, 0.0))
-        if weights  # a LoRA adapter has no biases and norms, and DeepSpeed takes no empty group
-    ]
-    return torch.optim.AdamW(groups, **settings, fused=True)
+    # An adapter has no biases and norms: DeepSpeed takes no empty group.
+    groups = [{"params": part, **settings} for weights, settings in kinds for part in in_parts(weights)]
+    betas = config.adam_beta1, config.adam_beta2
+    return make(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -92,7 +88,8 @@ def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in parameter_groups(model)[0] if id(weight) not in embeddings and weight.numel() >= 4096]
 
 
-def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def in_parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Cut weights into groups of a bounded size."""
     parts, size = [], _LARGEST_GROUP
     for weight in weights:
         if size + weight.numel() > _LARGEST_GROUP:

@@ -20,7 +20,7 @@ from grpo.model.pictures import KEPT_BYTES, PictureProcessor
 from grpo.model.shared_cache import GROW
 from grpo.model.trial import never_packed
 from grpo.sampling.rows import PREFILL_TOKENS, slots
-from grpo.trainer.deepspeed_engine import NORM_BLOCK, in_8_bits
+from grpo.trainer.deepspeed_engine import NORM_BLOCK, in_8_bits, in_parts, parameter_groups
 from grpo.trainer.inputs import Inputs
 from grpo.wire.picture_files import PicturedPrompt
 
@@ -118,6 +118,8 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         optimizer["weights on their way back"] = item * share
     in_host = cuda and offloads
     host = dict(optimizer) if in_host else {}
+    if in_host and not shares and zero["offload_optimizer"].get("pin_memory"):
+        host |= _pinned(model, work.ranks, item, in_fp32)
     if shares and cuda and _is_away(zero, "offload_param"):
         host["weights"] = standing.pop("weights")
     if cuda and config.activation_offloading:
@@ -149,6 +151,26 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         device_type=device_type,
         host=host,
     )
+
+
+def _pinned(model: PreTrainedModel, ranks: int, item: int, in_fp32: bool) -> memory.Terms:
+    """Return what of ZeRO-2's offloaded optimizer is page-locked: torch gives each such tensor a power of 2 of bytes
+    (CachingHostAllocator.h)."""
+
+    def locked(numbers: int, bytes_each: int) -> int:
+        return 1 << (numbers * bytes_each - 1).bit_length()
+
+    trained = parameter_groups(model)
+    sizes = [weight.numel() for weights in trained for weight in weights]
+    parts = [sum(weight.numel() for weight in part) for weights in trained for part in in_parts(weights)]
+    shares = [-(-part // ranks) for part in parts]
+    in_fp32_parts, largest = sum(locked(share, 4) for share in shares), locked(max(sizes), item)
+    each = 0 if in_fp32 else max(sum(locked(size, item) for size in sizes) // ranks, largest)  # of each weight
+    return {
+        "masters": in_fp32_parts,
+        "gradients": in_fp32_parts + each + largest,
+        "weights on their way back": sum(locked(share, item) for share in shares),
+    }
 
 
 def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memory.Terms:

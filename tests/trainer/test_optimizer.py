@@ -13,6 +13,7 @@ from transformers import GPT2Config, Qwen3Config, Trainer, get_scheduler
 from transformers.models.gpt2 import GPT2LMHeadModel
 from transformers.models.qwen3 import Qwen3ForCausalLM
 
+from benchmarks.common import LARGE_SHAPES, qwen
 from benchmarks.memory import on_meta
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -27,6 +28,15 @@ SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
 
 def config_of(**changes) -> TrainerConfig:
     return parse_arguments(TrainerConfig, "", [f"--{name}={value}" for name, value in changes.items()])
+
+
+def test_no_group_is_larger_than_a_card_can_copy():
+    """DeepSpeed copies a whole group on the card where the optimizer is offloaded."""
+    model = on_meta(qwen(**LARGE_SHAPES["Qwen2.5-7B"]), torch.bfloat16)
+    groups = make_optimizer(model, config_of()).param_groups
+    sizes = [sum(map(torch.numel, group["params"])) for group in groups]
+    assert max(sizes) <= 2**30 and sum(sizes) == sum(map(torch.numel, model.parameters()))
+    assert {group["weight_decay"] for group in groups} == {0.0, config_of().weight_decay}
 
 
 @pytest.mark.parametrize("kind", ["constant_with_warmup", "linear", "cosine"])
