@@ -139,21 +139,19 @@ class _Step:
         """Return what the loss is computed from, and with a balance loss the routers' logits."""
         model, temperature, device = self.engine.module, self.config.temperature, self.engine.module.device
         batch, routers = _make(rows, self.batcher, device), None
+        # Copies to a card wait for what it has to do: before the forward pass, all but the reference's answers.
+        lengths = torch.tensor([sample.tokens for sample in rows], device=device)
+        advantages = torch.tensor([sample.advantage for sample in rows], device=device)
+        old_logprobs = _joined([sample.old_logprobs for sample in rows], device)
+        sampling_logprobs = _joined([sample.sampling_logprobs for sample in rows], device)
+        high = _joined(high_entropy, device)
         if self.chosen is None:
             logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
         else:
             logprobs, entropy, routers = with_router_logits(model, batch, temperature)
-        tokens = Tokens(
-            torch.tensor([sample.tokens for sample in rows], device=device),
-            torch.tensor([sample.advantage for sample in rows], device=device),
-            logprobs,
-            entropy,
-            _joined([sample.old_logprobs for sample in rows], device),
-            _joined(self._reference(rows), device),
-            _joined([sample.sampling_logprobs for sample in rows], device),
-            _joined(high_entropy, device),
-        )
-        return tokens, routers
+        reference = _joined(self._reference(rows), device)
+        tokens = (lengths, advantages, logprobs, entropy, old_logprobs, reference, sampling_logprobs, high)
+        return Tokens(*tokens), routers
 
     def _reference(self, rows: list[Sample]) -> list[np.ndarray] | None:
         """Return the reference's log-probs, zeros after a failed request: all ranks raise after the last collective."""
