@@ -66,7 +66,7 @@ def format_reward(prompts, completions, prompt_texts=None, tags=TAGS, **kwargs) 
     """Return 0.2 for each of the four tags that occurs exactly once, after the tags already counted: 0.0 to 0.8.
 
     Only white space and end tokens may follow `</answer>`. Tags at the prompt's end count (see `find_opened_tags`).
-    Other tags are named in `reward_funcs` itself: "format_reward(reasoning, answer)".
+    Other tags are named in `reward_funcs` itself: "format_reward(reasoning, answer)", not by a column of the dataset.
 
         <think>2+2</think> <answer>4</answer><|im_end|>   0.8
         <think>2+2</think> <answer>4</answer> Done!       0.6   text after the last tag
@@ -75,15 +75,20 @@ def format_reward(prompts, completions, prompt_texts=None, tags=TAGS, **kwargs) 
         <answer>4</answer> <think>2+2</think>             0.4   wrong order
     """
     pairs = zip(prompt_texts or prompts, completions, strict=True)
+    tags = tags if isinstance(tags, tuple) else TAGS
     return [score_format(text_of(completion), text_of(prompt), tags) for prompt, completion in pairs]
 
 
 format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it is eval_format
 
 
-def boxed_format_reward(completions, **kwargs) -> list[float]:
-    r"""Return 1.0 for `<think>...</think>` and a `\boxed{...}` after it, else 0.0, as EasyR1's math.py judges it."""
-    return [float(has_boxed_format(text_of(completion))) for completion in completions]
+def boxed_format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[float]:
+    r"""Return 1.0 for `<think>...</think>` and a `\boxed{...}` after it, else 0.0, as EasyR1's math.py judges it. Tags
+    at the prompt's end count (see `find_opened_tags`)."""
+    texts = [
+        (text_of(text), text_of(prompt)) for prompt, text in zip(prompt_texts or prompts, completions, strict=True)
+    ]
+    return [float(has_boxed_format(find_opened_tags(text, prompt) + text)) for text, prompt in texts]
 
 
 boxed_format_reward.full_reward = 1.0

@@ -30,7 +30,7 @@ import yaml
 
 from grpo.config.command_line import to_yaml
 from grpo.config.console import start_program
-from grpo.config.errors import ConfigError, first_here
+from grpo.config.errors import ConfigError, first_here, one_line
 from grpo.config.fields import PROGRAMS
 from grpo.config.record_settings import settings_in
 from grpo.run.json_lines import read_records
@@ -220,11 +220,16 @@ class _Inputs:
     def rows(self, field: str, split: str, rows: Rows) -> str:
         """Write rows as the folder's file of this split. Return the dataset's name."""
         import datasets
+        import pyarrow
 
         if isinstance(rows, str | Path):
             return str(rows)
         if isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows) and rows:
-            rows = datasets.Dataset.from_list([*rows])
+            names = dict.fromkeys(name for row in rows for name in row)  # from_list takes those of the first row
+            try:
+                rows = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+            except (pyarrow.ArrowException, TypeError) as error:
+                raise ConfigError(f"{field}: {one_line(error)}: give each column values of one type") from error
         if not isinstance(rows, datasets.Dataset):
             raise ConfigError(f"{field}={type(rows).__name__}: give a datasets.Dataset, a list of rows, or a name")
         if self._writes:

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,8 @@ from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message
 
 MARK = "<image>"  # marks the place of a picture in a user's text
+_DAY = datetime(2024, 7, 26)  # Llama 3's own where the date is unknown
+_TODAY = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 
 # A message whose content is text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
 PartMessage = dict[str, Any]
@@ -80,8 +84,8 @@ def render_prompt(
         require(not pictures, "model_name_or_path", tokenizer.name_or_path, reason)
         return "\n\n".join(message["content"] for message in forms[0]) + ("" if continued else "\n\n")
 
-    options = dict(tokenize=False, add_generation_prompt=not continued, continue_final_message=continued)
-    render = partial(tokenizer.apply_chat_template, **options, **template_kwargs)
+    options = dict(add_generation_prompt=not continued, continue_final_message=continued)
+    render = partial(render_chat, tokenizer, **options, **template_kwargs)
     reasons = []
     for form in forms:
         try:
@@ -95,6 +99,14 @@ def render_prompt(
     raise ConfigError(
         f"model_name_or_path={tokenizer.name_or_path!r}: its chat template {one_line(reasons[0])}: {remedy}"
     )
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
+    """Render messages by the tokenizer's chat template. One that writes today's date (Llama 3's) writes a fixed one, or
+    a run's prompts would be others on the next day, and it could not be resumed."""
+    if isinstance(template := tokenizer.chat_template, str) and "strftime_now" in template:
+        options["chat_template"] = _TODAY.sub(lambda call: json.dumps(_DAY.strftime(call[2])), template)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:

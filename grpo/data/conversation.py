@@ -89,9 +89,11 @@ class Conversation:
 
 
 def _row_of(line: str) -> tuple[str, dict[str, Any]]:
-    """Return the question of a line, and the columns of its row if the line is a JSON object."""
+    """Return the question of a line, and the columns of its row if the line is a JSON object. Raises NotAsked."""
     with contextlib.suppress(ValueError):
         if isinstance(columns := json.loads(line), dict):
             question = columns.get("question", columns.get("prompt"))
-            return question if isinstance(question, str) else "", columns
+            if not isinstance(question, str):
+                raise NotAsked("the row has no text as `question` or `prompt`: add it")
+            return question, columns
     return line, {}

@@ -59,8 +59,8 @@ def _load_split(config: AnsweringConfig, split: str):
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
     except datasets.exceptions.DatasetGenerationError as error:
         raise _cannot_load(config, split, error.__cause__ or error) from error
-    # `datasets` raises StopIteration for an empty file, RecursionError for JSON that is too deep.
-    except (OSError, ValueError, StopIteration, RecursionError, datasets.exceptions.DatasetsError) as error:
+    # `datasets` raises StopIteration for an empty file, RuntimeError for a script and for JSON that is too deep.
+    except (OSError, ValueError, StopIteration, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _cannot_load(config, split, error) from error
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime, time
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ def make_example(
     has another column of that name. An answer that is a list or dict stays one there. Raises ConfigError, naming the
     row, for a value of a wrong type, or pictures without a `processor`; PictureError or PictureCountError if its
     pictures cannot be used; RewardError if an environment fails."""
-    answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
+    answer, prompt = row.get(config.dataset_answer_column), _without_nulls(row[config.dataset_prompt_column])
     place = f"row {index} (from 0)"
     _check_values(config, answer, prompt, place)
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
@@ -92,7 +93,22 @@ def gold_answer(answer: Any) -> str:
         return json.dumps(answer, ensure_ascii=False, default=str) if answer else ""
     if answer is None or answer != answer:
         return ""
+    if isinstance(answer, float) and answer.is_integer():  # a column of whole numbers, of which one is missing
+        answer = int(answer)
+    if isinstance(answer, datetime) and answer.time() == time():  # `datasets` makes it of a date in JSON
+        answer = answer.date()
     return str(answer).rsplit("####", 1)[-1].strip()
+
+
+def _without_nulls(prompt: Any) -> Any:
+    """Drop null at any depth of a chat: Arrow gives each message, and each call of a tool, the fields of all. A turn of
+    calls alone gets an empty content."""
+    if isinstance(prompt, list):
+        return [_without_nulls(each) for each in prompt]
+    if not isinstance(prompt, dict):
+        return prompt
+    kept = {name: _without_nulls(value) for name, value in prompt.items() if value is not None}
+    return {"content": ""} | kept if "tool_calls" in kept else kept
 
 
 def _fill(messages: list[chat.PartMessage], pictures: Sequence[EncodedPicture]) -> list[chat.PartMessage]:
@@ -116,8 +132,7 @@ def _is_message(message: Any) -> bool:
 
 def _is_part(part: Any) -> bool:
     """Tell whether it is a text, or the place of a picture of the dataset's column."""
-    # Rows have null for absent fields.
-    match {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part:
+    match part:
         case {"type": "text", "text": str()}:
             return True
         case {"type": "image", **others}:

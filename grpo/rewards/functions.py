@@ -159,6 +159,8 @@ def _begin_call(function: Callable | RewardScorer, batch: RewardBatch, logged: L
     if getattr(function, "takes_batch", False):
         return function(batch, logged)
     arguments = batch.make_arguments(logged)
+    if isinstance(function, functools.partial):  # its tags, not a column of the dataset
+        arguments = {name: value for name, value in arguments.items() if name not in function.keywords}
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -173,8 +175,7 @@ def _check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
         raise Misuse("returned None: is a `return` missing?")
     if not isinstance(returned, Iterable):
         raise Misuse(f"returned {repr_of(returned)}: it must return a list with one reward for each completion")
-    # The elements of a tensor are tensors.
-    rewards = [reward.item() if getattr(reward, "ndim", None) == 0 else reward for reward in returned]
+    rewards = [*map(to_plain, returned)]
     if len(rewards) != count:
         raise Misuse(f"returned {len(rewards)} rewards for {count} completions: return one for each")
     for column, values in logged.extra.items():
@@ -225,6 +226,11 @@ def format_user_stack(error: BaseException) -> str:
     while stack and PACKAGE in Path(stack.tb_frame.f_code.co_filename).parents:
         stack = stack.tb_next
     return "".join(traceback.format_exception(type(error), error, stack)) if stack else ""
+
+
+def to_plain(value: Any) -> Any:
+    """Return the Python number of a NumPy or torch scalar, as the elements of a tensor are; else the value."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def is_reward(reward: Any) -> bool:

@@ -5,8 +5,8 @@ import re
 
 def right_number(completions, answer, **kwargs):
     """Return 1 if the last number of a completion is the row's `answer`, else 0."""
-    found = [re.findall(r"-?[0-9]+", text_of(completion)) for completion in completions]
-    return [float(numbers[-1:] == [gold]) for numbers, gold in zip(found, answer, strict=True)]
+    found = [re.findall(r"-?[0-9]+(?:\.[0-9]+)?", text_of(completion).replace(",", "")) for completion in completions]
+    return [float(numbers[-1:] == [gold.replace(",", "")]) for numbers, gold in zip(found, answer, strict=True)]
 
 
 def brevity(completions, **kwargs):

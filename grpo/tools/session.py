@@ -24,7 +24,7 @@ from typing import Any
 
 from grpo.config.errors import require
 from grpo.config.user_code import Key, load_function, user_code
-from grpo.rewards.functions import Misuse, format_user_stack, is_reward, repr_of
+from grpo.rewards.functions import Misuse, format_user_stack, is_reward, repr_of, to_plain
 
 Reply = dict[str, Any]
 _OURS = {"reset", "get_reward", "close"}
@@ -121,7 +121,7 @@ class Session:
                 text, reward, done = _read_step(returned)
                 return {"text": self._cut(text), "reward": reward, "done": done}
             case "get_reward":
-                if not is_reward(returned):
+                if not is_reward(returned := to_plain(returned)):
                     raise Misuse(f"returned {returned!r:.200}: get_reward must return a finite number, or None")
                 return {"reward": None if returned is None else float(returned)}
         return {}
@@ -142,6 +142,8 @@ class Session:
 
 def _read_step(returned: Any) -> tuple[str, float, bool]:
     """Check the result of `step`. Raises Misuse unless it is (observation, reward, done)."""
+    if isinstance(returned, tuple | list):
+        returned = [*map(to_plain, returned)]
     match returned:
         case [str() | None as text, reward, True | False | 0 | 1 as done] if reward is not None and is_reward(reward):
             return text or "", float(reward), bool(done)
@@ -156,9 +158,13 @@ def _to_text(returned: Any) -> str:
     if isinstance(returned, str):
         return returned
     try:
-        return json.dumps(returned, ensure_ascii=False, default=str)
+        return json.dumps(returned, ensure_ascii=False, default=_to_json)
     except (TypeError, ValueError):  # other keys than JSON's, or a circle
         return str(returned)
+
+
+def _to_json(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # NumPy's and pandas' numbers and arrays
 
 
 def describe_failure(reason: str) -> str:

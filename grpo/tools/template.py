@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, one_line, require
-from grpo.data.chat_template import place_pictures
+from grpo.data.chat_template import place_pictures, render_chat
 
 _MARK, _ANSWER = "MarkOfTheTurn", "MarkOfTheAnswer"
 _CALL_ID = "call00000"  # some templates ask for nine letters and digits
@@ -96,7 +96,7 @@ class AnswerTemplate:
     def _render(self, messages: Messages) -> str:
         if self._in_parts:
             messages = place_pictures(messages, None)
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs)
+        return render_chat(self._tokenizer, messages, add_generation_prompt=True, **self._kwargs)
 
 
 def render_call(
@@ -110,7 +110,7 @@ def render_call(
         messages = [{"role": "user", "content": _MARK}, _make_call_turn(name, arguments, text_arguments)]
         if in_parts:
             messages = place_pictures(messages, None)
-        render = functools.partial(tokenizer.apply_chat_template, tools=schemas, tokenize=False)
+        render = functools.partial(render_chat, tokenizer, tools=schemas)
         try:
             prompt, whole = render(messages[:1], add_generation_prompt=True), render(messages)
         except Exception:  # a template is a program that comes with the model: it may raise anything

@@ -113,6 +113,8 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         log.info("%g epochs of %d prompts are %d steps", config.num_train_epochs, len(examples), config.max_steps)
     make_schedule(torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate), config)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
+    if held_out and held_out[0].columns.keys() != examples[0].columns.keys():
+        try_rewards(config, reward_funcs, tokenizer, held_out[0])
     if turns is not None:
         turns.try_on(examples[0])
     return Inputs(

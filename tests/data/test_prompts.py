@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -176,6 +177,28 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
 
 
 SOLUTION = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
+
+
+def test_a_template_that_writes_the_date_gives_the_same_prompts_on_every_day(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ strftime_now('%d %b %Y') }}: {{ messages[-1].content }}")
+    settings = config(write(tmp_path / "rows.jsonl"))
+    first, _ = load_examples(settings, "train", tokenizer, progress=False)
+    assert first.prompt == "26 Jul 2024: One and one?"
+
+
+def test_calls_in_a_prompt_have_their_own_arguments_alone(tmp_path, tokenizer, monkeypatch):
+    """Arrow gives each call the arguments of all."""
+
+    def turn(name: str, arguments: dict) -> dict:
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+    chat = [{"role": "user", "content": "Go."}, turn("add", {"x": 1}), turn("say", {"word": "a"})]
+    rows = [{"question": [*chat, {"role": "user", "content": "Again."}], "answer": "1"}]
+    template = "{% for message in messages %}{{ message.content }}{{ message.tool_calls | tojson }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template.replace("| tojson", "| default([]) | tojson"))
+    (only,) = load_examples(config(write(tmp_path / "rows.parquet", rows)), "train", tokenizer, progress=False)
+    assert '"arguments": {"x": 1}' in only.prompt and '"arguments": {"word": "a"}' in only.prompt
 
 
 def test_a_column_called_answer_that_is_not_the_gold_answer_stays_what_it_is(tmp_path, tokenizer):
@@ -352,7 +375,8 @@ def test_a_folder_has_splits_each_in_one_or_several_files(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "answer, gold",
     [
-        *[("He has 3.\n#### 1,080", "1,080"), ("#### -10", "-10"), ("42", "42"), (42, "42"), (0.0, "0.0")],
+        *[("He has 3.\n#### 1,080", "1,080"), ("#### -10", "-10"), ("42", "42"), (42, "42"), (18.0, "18")],
+        *[(2.5, "2.5"), (datetime(2024, 5, 1), "2024-05-01"), (datetime(2024, 5, 1, 6), "2024-05-01 06:00:00")],
         *[("a #### b #### c ", "c"), ("None", "None"), (None, ""), (float("nan"), ""), ("\t", ""), ("18 ####", "")],
     ],
 )

@@ -105,6 +105,7 @@ if __name__ == "__main__":
     refused(grpo.SettingsError, train_dataset=iter(rows))
     refused(grpo.SettingsError, eval_dataset="elsewhere")
     refused(grpo.SettingsError, temperature=object())
+    refused(grpo.SettingsError, train_dataset=[{"question": "1?", "answer": 1}, {"question": "2?", "answer": "two"}])
     refused(grpo.SettingsError, train_dataset=[{"answer": "1"}])
     refused(grpo.RunError, reward_funcs=ran_out)
 """
@@ -120,6 +121,7 @@ if __name__ == "__main__":
         "train_dataset=list_iterator: give a datasets.Dataset, a list of rows, or a name",
         "eval_dataset: give rows with rows",
         "a setting is no text, number or list of such: <object object",
+        "train_dataset: ",
         "dataset_prompt_column='question': ",
         "Reward function 'ran_out' failed: ValueError",
     )

@@ -63,10 +63,13 @@ def test_words_in_brackets_are_a_functions_tags(user_file):
     texts = ["<reasoning>a</reasoning><answer>1</answer>", "<think>a</think><answer>1</answer>"]
     config = TrainerConfig(reward_funcs=["format_reward(reasoning,answer)", "correctness_reward"], reward_timeout=20)
     for started, pool in (functions, None), start_functions(functions, config, workers=1):
-        rewards = compute_rewards(started, ["?"] * 2, texts, {"answer": ["1", "2"]})
+        columns = {"answer": ["1", "2"], "tags": [["sums"], ["easy"]]}  # a dataset may have any column
+        rewards = compute_rewards(started, ["?"] * 2, texts, columns)
         assert rewards.tolist() == [[0.8, 0.4], [2, 0]]
         if pool is not None:
             pool.close()
+    plain = load_reward_funcs(["format_reward"])
+    assert compute_rewards(plain, ["?"] * 2, texts, columns).tolist() == [[0.4, 0.8]]
     with pytest.raises(ConfigError, match=r"^reward_funcs='correctness_reward\(a, b\)': it has no argument `tags`"):
         load_reward_funcs(["correctness_reward(a, b)"])
     with pytest.raises(ConfigError, match=r"^reward_funcs='format_reward\(think,\)': name its tags between"):

@@ -629,11 +629,13 @@ BOXED = {
     "\\boxed{4} <think>2+2</think>": 0.0,
     "Well, <think>2+2</think> \\boxed{4}": 0.0,
 }
+OPENED = "2+2</think> \\boxed{4}"
 
 
 @pytest.mark.parametrize("completion", BOXED)
 def test_a_box_after_the_thought_is_the_form_of_easyr1(completion):
-    assert boxed_format_reward([completion]) == [BOXED[completion]]
+    assert boxed_format_reward([""], [completion]) == [BOXED[completion]]
+    assert boxed_format_reward(["Add.", "<assistant>\n<think>\n"], [OPENED] * 2) == [0, 1]
 
 
 @settings(max_examples=500)
@@ -641,7 +643,7 @@ def test_a_box_after_the_thought_is_the_form_of_easyr1(completion):
 def test_the_form_is_that_of_easyr1s_expression(completion):
     """Whose time grows with the cube of the length."""
     theirs = re.fullmatch(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", completion, re.DOTALL)
-    assert boxed_format_reward([completion]) == [float(bool(theirs))]
+    assert boxed_format_reward([""], [completion]) == [float(bool(theirs))]
 
 
 def test_the_last_number_of_a_text_is_its_answer():

@@ -12,6 +12,7 @@ from grpo.config.user_code import module_name
 
 GAME = '''
 import itertools
+import numpy
 
 MADE, ALIVE, CLOSED, GIVEN = [], set(), [], []
 
@@ -43,7 +44,8 @@ class Guess:
 
 class Graded(Guess):
     def get_reward(self):
-        return {7: 5, 8: None, 9: "x", 10: 1 / (self.number - 10 or 1)}[self.number] if self.number < 20 else 1 / 0
+        given = {7: numpy.int64(5), 8: None, 9: "x", 10: 1 / (self.number - 10 or 1)}
+        return given[self.number] if self.number < 20 else 1 / 0
 
 class Endless:
     def reset(self, columns):
@@ -112,7 +114,7 @@ class Silent:
         pass
     def look(self) -> dict:
         """Look."""
-        return {"seen": True}
+        return {"seen": numpy.bool_(True), "at": numpy.arange(2)}
 
 class Narrow(Silent):
     def reset(self, start):
@@ -200,7 +202,7 @@ def test_a_game_with_tools_is_played_in_the_turns_without_calls(begin):
 def test_a_class_without_a_reward_gives_none(begin):
     talk, _, turns = begin("Silent", {"start": 3})
     assert turns.rewards == {}
-    assert '{"seen": true}' in talk.say(call("look"))
+    assert '{"seen": true, "at": [0, 1]}' in talk.say(call("look"))
     assert talk.say("done") is None and talk.dialogue.outcome.rewards == {}
 
 
@@ -276,7 +278,10 @@ def test_what_is_no_step_ends_the_run(begin, returned):
         talk.say(f"return {returned}")
 
 
-@pytest.mark.parametrize("returned", ["('x', 1, 0)", "[None, True, True]", "('x', 1.0, False)"])
+@pytest.mark.parametrize(
+    "returned",
+    ["('x', 1, 0)", "[None, True, True]", "('x', 1.0, False)", "[None, numpy.bool_(True), numpy.True_]"],
+)
 def test_what_means_a_step_is_one(begin, returned):
     talk = begin("Guess", {"number": 7})[0]
     assert (talk.say(f"return {returned}") is None) == returned.startswith("[")
