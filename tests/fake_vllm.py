@@ -65,6 +65,7 @@ class Fake:
         self.cached: dict[tuple[str, tuple[int, ...]], torch.nn.Module] = {}
         self.running: list[Request] = []
         self.version, self.paused, self.tokens, self.drawn = "default", False, 0, 0
+        self.seats, self.has_priorities = 128, False
 
     def load(self, folder: str) -> torch.nn.Module:
         takes_pictures = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
@@ -120,9 +121,11 @@ class Fake:
         print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", flush=True)
         os._exit(1)
 
-    def generate(self, name: str, ids: list[int], parameters: dict, features: dict | None) -> dict:
+    def generate(self, name: str, ids: list[int], parameters: dict, features: dict | None, priority: int) -> dict:
         if name != "policy" and name not in self.adapters:
             raise bottle.HTTPError(404, f"The model `{name}` does not exist.")
+        if parameters.get("n", 1) > self.seats or (priority and not self.has_priorities):
+            raise bottle.HTTPError(400, "sampling_params.n must be at most max_num_seqs")
         if "seed" in parameters:
             self.die("CPU Generator does not use offset")
         self.wait_turn()
@@ -304,7 +307,9 @@ def make_app(fake: Fake) -> bottle.Bottle:
     def generate():
         body = bottle.request.json
         with fake.changed, torch.no_grad():
-            return fake.generate(body["model"], body["token_ids"], body["sampling_params"], body.get("features"))
+            return fake.generate(
+                body["model"], body["token_ids"], body["sampling_params"], body.get("features"), body["priority"]
+            )
 
     @app.post("/reset_encoder_cache")
     def reset_encoder_cache():
@@ -339,12 +344,15 @@ if __name__ == "__main__":
     parser.add_argument("--no-mm-device-do-normalize", dest="normalizes", action="store_false")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     parser.add_argument("--enable-tower-connector-lora", dest="adapts_tower", action="store_true")
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--scheduling-policy", default="fcfs")
     options, _ = parser.parse_known_args()
     print("a line of the log", flush=True)
-    if "dies_at_start" in options.fault:
+    if "dies_at_start" in options.fault or "VLLM_API_KEY" in os.environ:  # its routes would ask for the key
         raise ValueError("Free memory on device is less than desired GPU memory utilization")
     rank = options.max_lora_rank if options.enable_lora else 0
     made = Fake(options.model, options.fault, rank, options.normalizes, options.adapts_tower)
+    made.seats, made.has_priorities = options.max_num_seqs, options.scheduling_policy == "priority"
     if options.skip_tokenizer_init and hasattr(made.model.config, "vision_config"):
         raise ValueError("a processor requires a tokenizer and cannot be initialized")
     waitress.serve(make_app(made), host=options.host, port=options.port, threads=64)

@@ -90,7 +90,7 @@ def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
         return f"set {' and '.join(unset)}, or {lower}" if unset else f"{lower}, or use more ranks"
     if phase == "reward":
         return "serve reward models from another card (--task reward)"
-    return "use more ranks, offload_optimizer in the DeepSpeed file unless it is there, or use_peft"
+    return "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"
 
 
 def _of_gradients(error: BaseException) -> bool:

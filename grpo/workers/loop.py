@@ -102,6 +102,10 @@ class GenerationWorker:
             while True:
                 leased = self._lease(self._wait_for_room(), POLL)
                 is_other = (leased.tasks or leased.sha256) and not self._has(leased.version, leased.sha256)
+                if is_other and leased.tasks and self._drawing and not self._loads_in_flight():
+                    self._forget(*leased.tasks)  # others draw them meanwhile
+                    self._wait_until_idle()
+                    continue
                 if is_other and not self._take(leased.version, leased.sha256):
                     self._forget(*leased.tasks)
                     continue
@@ -183,9 +187,12 @@ class GenerationWorker:
         """Tell whether the engine has this version. An update may leave all weights as they were."""
         return (number, sha256) == (self._version.version, self._version.sha256)
 
+    def _loads_in_flight(self) -> bool:
+        return self._run.in_flight_weight_updates and self._engine.loads_in_flight
+
     def _take(self, number: int, sha256: str) -> bool:
         """Give the engine a version's weights. Return False if the pool has dropped them."""
-        if not (self._run.in_flight_weight_updates and self._engine.loads_in_flight):
+        if not self._loads_in_flight():
             self._wait_until_idle()
         self._message = f"fetching version {number}"
         version = self._model.bring(number, sha256)

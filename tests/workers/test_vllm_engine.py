@@ -234,8 +234,17 @@ def test_vllm_never_hears_of_a_file_that_it_cannot_load(engine, run, folders, na
     assert distance_of_draw(engine, run, folders["untied0"], 0) < 1e-4
 
 
+def test_a_group_may_be_larger_than_vllms_own_limit(make, run, folders, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "of another server")
+    engine = make()
+    engine.start(dataclasses.replace(run, num_generations=300, max_completion_length=2), folders["untied0"], 0)
+    assert len(engine.draw(Task(3, 0, 0, [5] * 4)).completions) == 300
+    assert distance_of_probe(engine, folders["untied0"]) < 1e-4
+    engine.close()
+
+
 def test_a_prompt_that_does_not_fit_is_named(engine, run):
-    with pytest.raises(EngineError, match="^vllm_args: --max-model-len is 512, and group 3 needs 524 tokens"):
+    with pytest.raises(WorkerFailed, match="^vllm_args: --max-model-len is 512, and group 3 needs 524 tokens"):
         engine.draw(Task(3, 0, 0, [5] * 500))
 
 
@@ -290,7 +299,9 @@ def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fak
     folder = tmp_path / "model"
     shutil.copytree(folders["untied0"], folder)
     write_adapter(folder / "adapter", folders["untied0"], use_dora=True)
-    with pytest.raises(EngineError, match=r"adapter_config\.json: vLLM knows no DoRA: draw with --engine transformers"):
+    with pytest.raises(
+        WorkerFailed, match=r"adapter_config\.json: vLLM knows no DoRA: draw with --engine transformers"
+    ):
         make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder, 0)
 
 
