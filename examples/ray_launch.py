@@ -3,8 +3,9 @@
     python examples/ray_launch.py 15 configs/two_nodes.yaml --output_dir /shared/run
 
 starts 15 ranks and a server, from a node of the cluster or by `ray job submit -- python ...`. Options of the trainer
-may follow. Repository and Python environment are at the same path on each node, output_dir is on a disk that they
-share. `--no_server` starts none: for --ref local or adapter_off, and --beta 0. Without cards a rank gets a CPU.
+may follow; what the server must know too, such as the model, belongs in the file. Repository and Python environment are
+at the same path on each node, output_dir is on a disk that they share. `--no_server` starts none: for --ref local or
+adapter_off, and --beta 0. Without cards a rank gets a CPU.
 
 Ray starts and ends processes; rollouts and gradients do not pass through it. When it loses a node, or a process is
 killed, all end and start again from the last checkpoint, as soon as there are cards for them; after three times
@@ -78,7 +79,7 @@ class Attempt:
         servers, running, codes = [], [], []
         for server in self._server:
             host, port = ray.get(server.address.remote())
-            words += ["--ref_servers", f"http://{host}:{port}", "--token_file", str(token)]
+            words += ["--ref_servers", f"http://{host}:{port}"]
             listening = ["--host", "0.0.0.0", "--port", port, "--token_file", str(token)]
             servers = [server.run.remote(["ref_server.py", "--config", config, *listening], {})]
         host, port = ray.get(self.ranks[0].address.remote())
@@ -121,20 +122,24 @@ def main() -> int:
     parser.add_argument("ranks", type=int, help="how many processes train, each with a card")
     parser.add_argument("config", type=os.path.abspath, help="file of settings for server and trainer")
     parser.add_argument("--output_dir", type=os.path.abspath, required=True, help="the run's folder")
+    parser.add_argument("--token_file", type=Path, help="the pool's, if workers draw: the server takes it too")
     parser.add_argument("--no_server", action="store_true", help="start no reference server")
     arguments, options = parser.parse_known_args()
     options += ["--output_dir", arguments.output_dir]
-    token = Path(f"{arguments.output_dir}.token")
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_urlsafe(32) + "\n")
+    made = Path(f"{arguments.output_dir}.token")
+    if arguments.token_file is None:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.touch(mode=0o600)
+        made.write_text(secrets.token_urlsafe(32) + "\n")
+    token = made if arguments.token_file is None else arguments.token_file.absolute()
+    options += ["--token_file", str(token)]
     ray.init()
     try:
         return run_to_the_end(arguments, options, token)
     except KeyboardInterrupt:
         return 130
     finally:
-        token.unlink()
+        made.unlink(missing_ok=True)
 
 
 def run_to_the_end(arguments: argparse.Namespace, options: list[str], token: Path) -> int:

@@ -96,6 +96,8 @@ class LaunchSection(Section):
 class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
     """The settings of a run that grpo.launch starts: server and trainer."""
 
+    UNCOMMON: ClassVar = TrainerConfig.UNCOMMON | {"task", "pool_file", "estimate"}  # which it refuses
+
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
         """Leave them unset: the trainer knows the number of ranks."""
 

@@ -400,7 +400,7 @@ def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
 def change_lines(memories: dict[str, Memory], dtype: torch.dtype) -> list[str]:
     """Return lines on the smallest card for a rank, of the run as it is set and with each change."""
     changed = f"On a card for each rank (cuda, {dtype}), as set and with one setting changed"
-    lines = [f"{changed}: the same formula, compared with one run on an H100.", f"{_ASSUMPTIONS}."]
+    lines = [f"{changed}: the same formula, compared with three runs on an H200.", f"{_ASSUMPTIONS}."]
     for change, memory in memories.items():
         card = smallest_card(memory)
         fits = f"fits no card of {CARDS[-1]} GB" if card == math.inf else f"fits a card of {card} GB"
