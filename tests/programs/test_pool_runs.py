@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import shutil
 import signal
 import time
@@ -204,16 +203,6 @@ def test_with_a_lag_another_pools_file_is_refused(words, undisturbed, tmp_path):
     assert ended.returncode == 1
     lacks = f"{served.url} lacks version {STEPS - 2} of the policy, which draws round {STEPS - 1} and which the run has"
     assert lacks in ended.stdout and f"goes on after step {STEPS - 1}" in ended.stdout.splitlines()[-1]
-
-
-def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on(words, tmp_path):
-    with running_pool(tmp_path) as served:
-        ended = plain_python(*words(tmp_path / "run", sampler="pool", pool=served.url, pool_deadline=6))
-    assert ended.returncode == 1
-    waits = re.findall(r"round 0: waiting since \d s: 0 of 4 groups are drawn; (.*)", ended.stdout)
-    remedy = f"no worker asks this pool: start one with 'python generate.py --pool {served.url}', on any machine"
-    assert waits == [remedy]
-    assert f"{served.url} has brought no group of round 0 for 6 s: {remedy}; nothing is lost" in one_line(ended.stdout)
 
 
 def test_a_signal_ends_a_wait_for_workers_also_where_the_pool_has_gone(words, tmp_path):
