@@ -69,32 +69,6 @@ def limit_files(kib: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(kib) << 10,) * 2)  # Python ignores SIGXFSZ: a write fails
 
 
-def count_waits(_: str) -> None:
-    """Print how often each round of sampling waited for the whole device: "WAITS tokens=N device=N".
-
-    The tokens are those of its longest completion.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    from grpo.sampling.generate import LocalSampler
-
-    waits = itertools.count()
-
-    def synchronize(function, *arguments, **options):
-        next(waits)
-        return function(*arguments, **options)
-
-    def sample(function, *arguments, **options):
-        before = next(waits)
-        groups = function(*arguments, **options)
-        tokens = max(len(rollout.completion_ids) for group in groups for rollout in group)
-        print(f"WAITS tokens={tokens} device={next(waits) - before - 1}", flush=True)
-        return groups
-
-    replace(type(get_accelerator()), "synchronize", synchronize)
-    replace(LocalSampler, "sample", sample)
-
-
 def set_values(changes: str) -> None:
     """Set constants of modules, which are floats: PLACE=NUMBER, several with commas between."""
     for change in changes.split(","):

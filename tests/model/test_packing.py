@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,30 +9,6 @@ from grpo.model.packing import Batcher
 
 ANY = 10**9
 PACKED, PADDED = Batcher(0, packs=True), Batcher(0, packs=False)
-EXAMPLE = [([7, 8], [1, 2, 3]), ([7, 8], [4, 5]), ([9], [6])]
-
-
-def test_the_worked_example_of_the_docstring():
-    packed, padded = (batcher.make(EXAMPLE, "cpu") for batcher in (PACKED, PADDED))
-    assert packed.input_ids.tolist() == [[7, 8, 1, 2, 4, 9]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 0]]
-    assert packed.tree.groups == [(2, [2, 1]), (1, [])]
-    assert padded.input_ids.tolist() == [[7, 8, 1, 2], [7, 8, 4, 0], [9, 0, 0, 0]]
-    assert padded.tree is None
-    assert (packed.predicts.tolist(), padded.predicts.tolist()) == ([1, 2, 3, 1, 4, 5], [1, 2, 3, 5, 6, 8])
-    assert packed.targets.tolist() == padded.targets.tolist() == [1, 2, 3, 4, 5, 6]
-    # With an answer.
-    predicted = [np.array([True, False, True]), None, np.array([True])]
-    for batcher, batch, places in ((PACKED, packed, [1, 3, 1, 4, 5]), (PADDED, padded, [1, 3, 5, 6, 8])):
-        answered = batcher.make(EXAMPLE, "cpu", predicted)
-        assert (answered.predicts.tolist(), answered.targets.tolist()) == (places, [1, 3, 4, 5, 6])
-        assert torch.equal(answered.input_ids, batch.input_ids)
-
-
-def test_a_tree_says_what_each_segment_sees():
-    tree = PACKED.make(EXAMPLE, "cpu").tree
-    assert (tree.segments, tree.key_lengths) == ([2, 2, 1, 1], [2, 4, 3, 1])
-    assert [ends.tolist() for ends in tree.ends(torch.device("cpu"))] == [[0, 2, 4, 5, 6], [0, 2, 6, 9, 10]]
 
 
 def test_equal_prompts_are_found_wherever_they_stand_and_whatever_holds_them():

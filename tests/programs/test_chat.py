@@ -366,15 +366,6 @@ def test_without_a_temperature_answers_are_samples_as_in_training(chat, model_fo
 
 
 @pytest.mark.slow
-def test_what_cannot_be_answered_is_said_in_one_line(model_folder):
-    ended = piped(model_folder, "frog " * 600)
-    assert ended.returncode == 2 and ended.stdout == b""
-    errors = [line for line in ended.stderr.decode().splitlines() if line.startswith("python -m grpo.chat: error: ")]
-    assert len(errors) == 1 and "takes at most 512: ask less at a time" in errors[0]
-    assert b"Traceback" not in ended.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("at", ["terminal", "pipe"])
 @pytest.mark.parametrize("hangs", ["tool", "tool beside an environment", "method"])
 def test_a_call_that_hangs_does_not_keep_the_program_from_its_end(terminal, tmp_path, hangs, at):

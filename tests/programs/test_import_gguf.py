@@ -123,14 +123,6 @@ def test_the_folder_has_the_files_weights_words_and_template(tmp_path, kind):
     assert read.model_max_length == model.config.max_position_embeddings
 
 
-def test_digits_alone_are_what_transformers_misses(tmp_path):
-    """Without our pre-tokenizer the second space before a number would be another token: the test above is able to."""
-    model, tokenizer = make("llama")
-    write_gguf(tmp_path / "model.gguf", "llama", model, tokenizer, "smollm")
-    plain = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
-    assert plain(TEXTS[1])["input_ids"] != tokenizer(TEXTS[1])["input_ids"]
-
-
 def test_what_cannot_be_imported_is_refused_and_leaves_nothing(tmp_path):
     file, folder = tmp_path / "model.gguf", tmp_path / "folder"
     with pytest.raises(ConfigError, match=r"^file='.*': there is no such file: correct the path$"):

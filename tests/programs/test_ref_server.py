@@ -144,26 +144,6 @@ def test_the_token_opens_and_is_in_no_log_and_not_in_ps(limited):
     assert "s3cret" not in limited.log.read_text() and "warning" not in limited.log.read_text().lower()
 
 
-def test_many_clients_each_get_their_own_answer(server, model):
-    generator = np.random.default_rng(0)
-
-    def client(number: int) -> None:
-        session = requests.Session()
-        for _ in range(5):
-            prompt = generator.integers(5, 300, size=3 + number).tolist()
-            completions = [generator.integers(5, 300, size=1 + row).tolist() for row in range(4)]
-            body = encode_request(LogprobsRequest.of(prompt, completions, 1.0))
-            answer = session.post(server.url + "/v1/logprobs", data=body, timeout=60)
-            answers.append((prompt, completions, decode_answer(answer.content, 10).logprobs))
-
-    answers: list = []
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(client, range(12)))
-    assert len(answers) == 60
-    for prompt, completions, logprobs in answers:
-        assert_rounded(logprobs, exact(model, prompt, completions))
-
-
 @pytest.mark.slow
 def test_refused_requests_leave_nothing_in_memory(model_folder, tmp_path):
     """One after the other, and nobody collects garbage: references in a circle would stay for ever."""

@@ -1,9 +1,7 @@
 """The trainer as a user runs it: real launcher, real server, few steps; what it records, and how it fails."""
 
-import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -11,8 +9,7 @@ import sys
 
 import pytest
 import torch
-from altered_trainer import altered
-from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python, running_server, write_model
+from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from rounding import NO_KL
 from servers import status
 from trainer_runs import check_alike, finish, lines, one_line, options, plain_python, start, timeless, wait_for_steps
@@ -113,21 +110,6 @@ def test_the_same_seed_gives_the_same_run_and_beta_0_needs_no_reference(model_fo
     rows = timeless(tmp_path / "first")
     assert rows != timeless(tmp_path / "other")
     assert "kl" not in rows[1] and not (tmp_path / "first/tensorboard").exists()
-
-
-@pytest.mark.slow
-def test_no_token_waits_for_the_whole_device(model_folder, data_folder, letters, tmp_path):
-    """DeepSpeed's timers would do so from the third step on, and the more where its file asks for them."""
-    file = json.loads((REPOSITORY / "ds_config.json").read_text())
-    file |= {"timers": {"throughput": {"enabled": True, "synchronized": True}}, "memory_breakdown": True}
-    (tmp_path / "ds.json").write_text(json.dumps(file))
-    changes = {"beta": 0, "max_steps": 4, "eval_steps": 0, "report_to": "none", "deepspeed": tmp_path / "ds.json"}
-    words = [*options(model_folder, data_folder, tmp_path / "run", **changes), *letters]
-    ended = run_python(*altered("count_waits"), *words)
-    assert ended.returncode == 0, ended.stderr
-    waits = re.findall(r"^WAITS tokens=(\d+) device=(\d+)$", ended.stdout, re.MULTILINE)
-    assert len(waits) >= 4 and all(int(tokens) > 0 for tokens, _ in waits)
-    assert {device for _, device in waits} == {"0"}
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +42,7 @@ from grpo.rewards.functions import TrainerState
 from grpo.trainer.rewarding import score_rollouts
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request
-from grpo.wire.rewards import RewardAnswer, RewardRequest
+from grpo.wire.rewards import RewardAnswer
 
 CPU = torch.device("cpu")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
@@ -340,15 +339,6 @@ def test_the_limits_of_the_service_hold(served):
     assert refusal(post(served, {"inputs": ["0" * 100] * 20 + ["0"]})) == (413, "too_many_tokens")
     assert refusal(post(served, {"inputs": ["0" * 101]})) == (422, "sequence_too_long")
     assert refusal(post(served, {"inputs": ["0" * 10_000_000]})) == (422, "sequence_too_long")
-
-
-def test_many_clients_share_the_service(served, folders):
-    expected = exact(folders["qwen2"])
-    with ThreadPoolExecutor(8) as threads:
-        bodies = [RewardRequest([chat], f"{n}", f"client {n % 4}").to_json() for n in range(8) for chat in CHATS]
-        answers = list(threads.map(lambda body: post(served, body), bodies))
-    scores = [RewardAnswer.from_json(answer.content, 1).scores[0] for answer in answers]
-    assert_rounded(scores, expected * 8)
 
 
 def test_a_server_of_the_other_task_is_refused_both_ways(served, server, folders, token_file):

@@ -1,14 +1,10 @@
 """Sampling draws from the very distribution that the loss scores, and cuts completions at their first eos."""
 
-import inspect
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 from models import CONFIGS, SMALL, build, example, scored
 from rounding import assert_rounded
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 from grpo.data.records import Example
@@ -29,24 +25,14 @@ def sampler(model, tokenizer, eos=None, length=12) -> LocalSampler:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, examples, temperature):
-    drawn_by = sampler(model, tokenizer, eos=list(range(100)), length=20)  # many ends, so that lengths differ
-    drawn_by.update_weights(7)
-    groups = drawn_by.sample(examples, 4, temperature, seed=2)
-    rollouts = [rollout for group in groups for rollout in group]
-    drawn_with = [logprob for rollout in rollouts for logprob in rollout.sampling_logprobs]
-    assert_rounded(drawn_with, scored(model, groups, temperature, examples))
-    assert len({len(rollout.completion_ids) for rollout in rollouts}) > 2
-    assert {rollout.policy_version for rollout in rollouts} == {7}
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, temperature):
-    """One sequence at a time, without a cache, by NumPy in float64."""
+    """One sequence at a time, without a cache, by NumPy in float64. A rollout brings the log-probs, too."""
     eos, copies, length = list(range(20)), 3, 20
-    draw = sampler(model, tokenizer, eos, length=length).sample
-    groups = draw(examples, copies, temperature, seed=6, on_groups=lambda groups: None, ids=[40, 7, 123456789])
-    for item, group, rollouts in zip(examples, [40, 7, 123456789], groups, strict=True):
+    drawn_by = sampler(model, tokenizer, eos, length=length)
+    drawn_by.update_weights(7)
+    names = [40, 7, 123456789]
+    groups = drawn_by.sample(examples, copies, temperature, seed=6, on_groups=lambda groups: None, ids=names)
+    for item, group, rollouts in zip(examples, names, groups, strict=True):
         for place, rollout in enumerate(rollouts):
             numbers = np.random.Generator(np.random.Philox(np.random.SeedSequence((6, group, place)))).random(length)
             ids = list(item.prompt_ids)
@@ -58,7 +44,11 @@ def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, te
                 if ids[-1] in eos:
                     break
             assert rollout.completion_ids == ids[len(item.prompt_ids) :]
-    assert len({len(rollout.completion_ids) for group in groups for rollout in group}) > 2
+    rollouts = [rollout for group in groups for rollout in group]
+    assert len({len(rollout.completion_ids) for rollout in rollouts}) > 2
+    assert {rollout.policy_version for rollout in rollouts} == {7}
+    drawn_with = [logprob for rollout in rollouts for logprob in rollout.sampling_logprobs]
+    assert_rounded(drawn_with, scored(model, groups, temperature, examples))
 
 
 HEADS = ["qwen2", "gemma2, softcapped", "cohere, scaled", "granite, divided", "phi, bias", "with LoRA"]
@@ -124,18 +114,6 @@ def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples)
         assert not set(rollout.completion_ids[:-1]) & set(ends)
 
 
-def test_a_completion_without_eos_is_truncated_and_says_so(model, tokenizer, examples):
-    for rollout in sampler(model, tokenizer, eos=[10**6], length=5).greedy(examples):
-        assert len(rollout.completion_ids) == 5 and not rollout.finished
-
-
-def test_an_eos_at_the_last_place_is_finished(model, tokenizer, examples):
-    ids = drawn(model, tokenizer, examples[:1])[0]
-    assert ids[3] not in ids[:3]
-    ((rollout,),) = sampler(model, tokenizer, [ids[3]], length=4).sample(examples[:1], 1, 2.0, seed=3)
-    assert rollout.completion_ids == ids[:4] and rollout.finished
-
-
 def test_the_text_has_no_special_tokens_and_keeps_the_tags(tokenizer):
     tags = "<think>1</think><answer>2</answer>"
     ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
@@ -192,42 +170,6 @@ def test_a_model_learns_after_sampling_as_if_there_had_been_none(kind, checkpoin
     assert all(map(torch.equal, gradients(model), gradients(make())))
     kept = [value for part in model.modules() for value in (*vars(part).values(), *part.buffers(recurse=False))]
     assert not any(isinstance(value, torch.Tensor) and value.is_inference() for value in kept)
-
-
-class HostWaits(TorchFunctionMode):
-    """Counts what makes the host wait for the device, or copies to it, by who asks for it: ours or transformers."""
-
-    NAMES = ("tolist", "item", "cpu", "numpy", "nonzero", "tensor", "as_tensor", "unique", "equal")
-    NAMES += ("__bool__", "__int__", "__float__", "__index__")
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        if (name := getattr(function, "__name__", "")) in self.NAMES:
-            frame = inspect.currentframe().f_back
-            while not (ours := "grpo/sampling/" in frame.f_code.co_filename) and (
-                "transformers/" not in frame.f_code.co_filename
-            ):
-                frame = frame.f_back
-            self.counts["ours" if ours else "transformers", name] += 1
-        return function(*arguments, **options or {})
-
-
-def test_no_token_makes_the_host_wait_for_the_sake_of_ours(model, tokenizer, examples):
-    def waits(length: int) -> Counter:
-        with HostWaits() as counted:
-            draw = sampler(model, tokenizer, eos=[10**6], length=length).sample
-            draw(examples, 2, 0.9, seed=1, on_groups=lambda groups: None)
-        return counted.counts
-
-    tokens = 2 * LOOK_EVERY
-    more = waits(1 + 2 * tokens) - waits(1 + tokens)
-    assert more["ours", "tolist"] == 2  # a look every LOOK_EVERY tokens
-    assert {name for who, name in more if who == "ours"} == {"tolist"}
-    # transformers' own: whether its mask can be left out, and whether all rows have ended.
-    assert sum(number for (who, _), number in more.items() if who == "transformers") <= 2 * tokens
 
 
 def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(model, tokenizer, examples):
