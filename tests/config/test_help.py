@@ -83,10 +83,12 @@ def test_only_the_first_rank_prints_it(help_of, monkeypatch):
 
 
 @pytest.mark.plain_start
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=" ".join)
-def test_a_program_says_how_it_is_called_and_fits_the_terminal(program):
-    ended = run_python(*program, "--help", "all", environment={"COLUMNS": "80"})
+@pytest.mark.parametrize("program", [*PROGRAMS.values(), ["generate.py"]], ids=" ".join)
+def test_a_program_says_how_it_is_called_and_fits_the_terminal_before_anything_heavy_is_loaded(program):
+    ended = run_python("-X", "importtime", *program, "--help", "all", environment={"COLUMNS": "80"})
     called = program[0] if len(program) == 1 else f"python -m {program[1]}"
     assert ended.returncode == 0 and ended.stdout.startswith(f"usage: {called} ")
     wrapped = re.sub(r"^ {4}\S.*", "", ended.stdout, flags=re.MULTILINE)  # all but commands
     assert max(map(len, wrapped.splitlines())) <= 80
+    loaded = set(re.findall(r"^import time: .* (\S+)$", ended.stderr, re.MULTILINE))
+    assert "argparse" in loaded and not loaded & {"torch", "deepspeed", "datasets", "matplotlib"}

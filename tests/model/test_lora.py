@@ -30,8 +30,7 @@ from conftest import running_server
 from models import distance
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from safetensors.torch import load_file
-from step_worker import own_share, read_config
-from trainer_runs import equal, lines, options, plain_python, run_ranks
+from trainer_runs import equal, lines, options, plain_python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.command_line import parse_arguments
@@ -126,30 +125,6 @@ def test_gradients_are_those_of_plain_autograd(model_folder, adapters, kind, che
     ours = {name: weight.grad for name, weight in trained(model).items()}
     assert ours.keys() == expected.keys()
     assert_rounded(distance(ours, expected), 0.0)
-
-
-@pytest.mark.slow
-def test_the_step_of_two_ranks_is_that_of_plain_autograd(model_folder, adapters, tmp_path):
-    """Under ZeRO-2, where one rank has one micro-batch of an empty completion, and the other 35."""
-    settings = ["--micro_batch_tokens=1", "--beta=0.3", "--max_grad_norm=0", "--gradient_checkpointing=true"]
-    case = {"options": settings, "shares": [1, 35], "order": list(range(36)), "old": False, "sampled": False}
-    (tmp_path / "cases.json").write_text(json.dumps([case | {"small_steps": []}]))
-    out = tmp_path / "step.pt"
-    ended = run_ranks(2, "tests/step_worker.py", str(adapters["DoRA"]), str(tmp_path / "cases.json"), str(out))
-    assert ended.returncode == 0, ended.stdout
-    samples = own_share(case | {"shares": [36]}, read_config(case), rank=0)
-
-    def loss(plain) -> torch.Tensor:
-        logprobs, total = exact(plain, temperature=0.8).split([len(item.completion_ids) for item in samples]), 0.0
-        for sample, logp in zip(samples, logprobs, strict=True):
-            if sample.completion_ids:
-                difference = torch.from_numpy(sample.ref_logprobs).double() - logp
-                terms = -(logp - logp.detach()).exp() * sample.advantage + 0.3 * (difference.exp() - difference - 1)
-                total += terms.mean() / len(samples)
-        return total
-
-    expected = exact_gradient(model_folder, adapters["DoRA"], loss)
-    assert_rounded(distance(torch.load(out)[0]["gradient"], expected), 0.0)
 
 
 @kinds

@@ -4,8 +4,6 @@ A request whose end a proxy in front could see elsewhere is refused, and its con
 never read as a request of its own.
 """
 
-import hashlib
-import inspect
 import json
 import resource
 import select
@@ -13,6 +11,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
 
 import numpy as np
 import psutil
@@ -22,10 +21,6 @@ from conftest import running_server
 from faulty_server import code_for, delay_passes, lower_limits, set_clock_back, shorten_header_deadline
 from safetensors.numpy import load, save
 from servers import wait_for_requests, wait_until
-from waitress.channel import HTTPChannel
-from waitress.parser import HTTPRequestParser
-from waitress.task import ErrorTask
-from waitress.utilities import Error
 
 import grpo.server.http
 from grpo.config.server import ServerConfig
@@ -483,40 +478,9 @@ def test_two_hundred_slow_clients_hold_up_nobody(server):
             time.sleep(1)
 
 
-# Methods of waitress 3.0.2 that grpo/server/http.py replaces or calls, by a digest of their source. After a change,
-# compare the new source with the method here, then write the new digest.
-WAITRESS = {
-    "HTTPChannel.service": "f73afa13748e",
-    "HTTPChannel.send_continue": "842ebf929f6d",
-    "HTTPRequestParser.__init__": "d43d0602efd2",
-    "Error.to_response": "ce343408246a",
-    "HTTPRequestParser.received": "b466c02de37d",
-    "HTTPRequestParser.parse_header": "c2c093b90178",
-    "ErrorTask.execute": "4abe3262db04",
-    "HTTPChannel.__init__": "a194769af3fd",
-    "HTTPChannel.readable": "e4722238ce60",
-    "HTTPChannel.received": "08d6df73fb69",
-    "HTTPChannel.check_client_disconnected": "bc2391224c85",
-    "HTTPChannel._flush_some": "fe7a9a752a41",
-    "HTTPChannel.handle_close": "8f59b9aaa455",
-    "BaseWSGIServer.__init__": "e70a16b5b63c",
-    "BaseWSGIServer.add_task": "19e994eb9cc9",
-    "dispatcher.accept": "f74c690fd884",
-    "BaseWSGIServer.handle_accept": "69bfcf0fc140",
-    "BaseWSGIServer.readable": "4eea9c1036b5",
-}
-
-
-def test_waitress_has_the_methods_that_are_replaced_here():
-    methods = {HTTPChannel.service, HTTPChannel.readable, HTTPChannel.received, HTTPChannel.send_continue}
-    methods |= {HTTPRequestParser.__init__, Error.to_response, ErrorTask.execute}
-    for ours in vars(grpo.server.http).values():
-        if isinstance(ours, type) and ours.__module__ == grpo.server.http.__name__:
-            theirs = [base for base in ours.__mro__ if base.__module__.startswith("waitress")]
-            found = [getattr(theirs[0], name, None) for name in vars(ours)] if theirs else []
-            methods |= {*filter(inspect.isfunction, found)}
-    sources = {method.__qualname__: inspect.getsource(method).encode() for method in methods}
-    assert {name: hashlib.sha256(source).hexdigest()[:12] for name, source in sources.items()} == WAITRESS
+def test_waitress_is_the_version_that_was_read():
+    """grpo/server/http.py replaces methods of it: compare those of another with ours, then write it here."""
+    assert version("waitress") == "3.0.2"
 
 
 @contextmanager
