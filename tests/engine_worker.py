@@ -33,7 +33,6 @@ from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.self_check import make_sampler
-from grpo.trainer import deepspeed_engine
 from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine
 from grpo.trainer.policy import make_trainable
 from grpo.trainer.rewarding import Rewarder
@@ -117,29 +116,6 @@ def gradients(make, folder: Path) -> dict:
             states = engine.basic_optimizer.state.values()
             results[kind, budget] = torch.cat([state["exp_avg"].double() for state in states])
             engine.destroy()
-    return results
-
-
-def norms(make) -> dict:
-    """Read each gradient's norm of a step with AdamW on the CPU, in blocks and as DeepSpeed computes it."""
-    results = {}
-    for dtype in DTYPES:
-        config = make(dtype=dtype, deepspeed=SHIPPED[1])
-        engine, batcher, _ = engine_of(config)
-        zero, pairs = engine.optimizer, []
-        in_blocks, whole = zero.set_norm_for_param_grad_in_gpu, partial(type(zero).set_norm_for_param_grad_in_gpu, zero)
-
-        def both(weight, zero=zero, ways=(in_blocks, whole), pairs=pairs) -> None:
-            pair = []
-            for way in ways:
-                way(weight)
-                pair.append(zero.norm_for_param_grads[zero.get_param_id(weight)].item())
-            pairs.append(pair)
-
-        zero.set_norm_for_param_grad_in_gpu = both
-        update(engine, batcher, make_samples(4, 0), config)
-        results[dtype] = pairs
-        engine.destroy()
     return results
 
 
@@ -249,10 +225,9 @@ def refusal(make, folder: Path) -> str:
 
 def main(model: str, dataset: str, out: str) -> None:
     make, folder = partial(settings, model, dataset), Path(out).parent
-    deepspeed_engine.NORM_BLOCK = 100  # numbers: the gradients have several blocks
     join_ranks(make())
     results = {"steps": steps_with_every_file(make, folder), "gradients": gradients(make, folder)}
-    results |= {"norms": norms(make), "ratios": ratios(make, dataset), "fetches": fetches(make)}
+    results |= {"ratios": ratios(make, dataset), "fetches": fetches(make)}
     results["refusal"] = refusal(make, folder)
     torch.save(results, out)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The defaults by their hub names, Qwen/Qwen2.5-1.5B-Instruct and openai/gsm8k, through the hub-loading code.
 
 No network: a hub cache is laid out as the hub client leaves it after a download, with a tiny model and a few problems
-in it, and the programs run offline on it.
+in it, and a process loads them offline.
 """
 
 import json
@@ -9,10 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import running_server, write_model
-from huggingface_hub import ModelCard
-from rounding import NO_KL
-from trainer_runs import lines, run_ranks
+from conftest import run_python, write_model
 
 from demo.task import write_dataset
 
@@ -50,19 +47,21 @@ def cache_gsm8k(home: Path) -> None:
     (prepared / "dataset_info.json").write_text(json.dumps(info))
 
 
-def test_both_programs_find_their_defaults(hub, tmp_path):
-    run = tmp_path / "run"
-    with running_server(None, tmp_path, environment=hub) as server:
-        fewer = ["--max_steps", "1", "--max_completion_length", "16", "--ref_startup_timeout", "30"]
-        where = ["--ref_servers", server.url, "--output_dir", str(run)]
-        ended = run_ranks(2, "grpo_ref_split.py", *fewer, *where, environment=hub)
-    assert ended.returncode == 0, ended.stdout
-    assert "Qwen/Qwen2.5-1.5B-Instruct" in server.log.read_text()
-    before, first = lines(run / "metrics.jsonl")
-    assert before["eval_n"] == 8 and abs(first["kl"]) < NO_KL
-    sample = lines(run / "completions.jsonl")[0]
-    assert sample["prompt"].startswith("<|im_start|>system\nYou are a helpful assistant.")
-    completions = 48 * 8
-    assert first["num_tokens"] > completions * first["completions/mean_length"]
-    facts = ModelCard.load(run / "model/README.md").data
-    assert (facts.base_model, facts.datasets) == ("Qwen/Qwen2.5-1.5B-Instruct", ["openai/gsm8k"])
+SCRIPT = """
+import json
+import torch
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import load_examples
+from grpo.model.load import load_reference, load_tokenizer
+
+reference, config = load_reference(ServerConfig(), torch.device("cpu")), TrainerConfig()
+train, test = (load_examples(config, split, load_tokenizer(config)) for split in ("train", "test"))
+print(json.dumps([reference.config.name_or_path, len(train), len(test), train[0].prompt]))
+"""
+
+
+def test_the_defaults_of_both_programs_are_found(hub):
+    name, train, test, prompt = json.loads(run_python("-c", SCRIPT, environment=hub, check=True).stdout)
+    assert (name, train, test) == ("Qwen/Qwen2.5-1.5B-Instruct", 80, 8)
+    assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant.")

@@ -18,16 +18,12 @@ from adapters import (
     trainer,
     write_adapter,
 )
-from conftest import REPOSITORY
 from rounding import FEW_BITS, FORMULA, NETWORK, assert_rounded
 from trainer_runs import equal, finish, lines, options, timeless, weights
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import qwen
-from benchmarks.memory import on_meta
 from grpo.client.reference import check_reference
 from grpo.client.server_errors import ServerError
-from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
@@ -35,13 +31,11 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.activations import checkpoint_activations
 from grpo.model.fingerprint import describe
 from grpo.model.load import load_model, load_reference
-from grpo.model.lora import LocalReference, base_weights, train_adapter, unpacked
-from grpo.model.memory import CARD_USABLE, GIB
+from grpo.model.lora import LocalReference, base_weights, unpacked
 from grpo.model.trial import make_batcher
 from grpo.run.folder import save_model
 from grpo.sampling.self_check import make_sampler
-from grpo.trainer.deepspeed_engine import engine_config, make_optimizer
-from grpo.trainer.rank_memory import BACKWARD, RankWork, rank_memory
+from grpo.trainer.deepspeed_engine import make_optimizer
 
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")
@@ -209,27 +203,3 @@ def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, t
         for name in there:
             assert_rounded(here[name], there[name], 0 if ranks == 2 else FORMULA)
         assert ranks == 1 or timeless(again) == timeless(run)
-
-
-def test_7b_fits_a_card_of_24_gb_by_the_dry_runs_count():
-    """The recipe, on Qwen2.5-7B's shape: weights counted by hand, all else by the formula."""
-    config = parse_arguments(TrainerConfig, "", ["--config", str(REPOSITORY / "configs/qlora_24gb.yaml")])
-    hidden, wide, layers, vocabulary = 3584, 18944, 28, 152064
-    heads = dict(num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False)
-    shape = qwen(layers, vocabulary, hidden_size=hidden, intermediate_size=wide, **heads)
-    model = on_meta(shape, torch.bfloat16).eval()
-    train_adapter(model, config)
-    checkpoint_activations(model)
-    keys = 512
-    inside, outside = 2 * hidden**2 + 2 * hidden * keys + 3 * hidden * wide, 2 * hidden + hidden + 2 * keys
-    sides = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + wide)  # of the seven layers with an adapter
-    adapter = layers * config.lora_r * sides
-    whole = 2 * vocabulary * hidden + hidden + layers * outside + adapter
-    packed = layers * inside
-    ds_config = engine_config(config, 1, torch.device("cuda"))
-    memory = rank_memory(model, RankWork(config, 1, config.max_prompt_length, 256), ds_config, "cuda")
-    standing = memory.standing
-    assert standing["weights"] == 2 * whole + packed // 2 + packed // 64 + 4 * (packed // 64 // 256)
-    assert standing["masters"] == 4 * adapter and standing["AdamW's moments"] == 8 * adapter
-    assert memory.phases[BACKWARD]["4 bit weights unpacked"] == 2 * wide * hidden
-    assert memory.total < CARD_USABLE * 24 * GIB

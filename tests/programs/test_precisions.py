@@ -64,14 +64,6 @@ def test_offload_changes_no_bit(found, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_norm_in_blocks_is_deepspeeds(found, dtype):
-    pairs = torch.tensor(found["norms"][dtype], dtype=torch.float64)
-    assert len(pairs) > 10 and pairs.min() > 0
-    torch.testing.assert_close(*pairs.T, rtol=1e-12, atol=0)
-
-
-@pytest.mark.slow
 def test_sums_of_many_gradients_are_as_good_as_one_gradient_of_all(found):
     exact = found["gradients"]["exact", 10**6]
     errors = {key: ((found_sum - exact).norm() / exact.norm()).item() for key, found_sum in found["gradients"].items()}

@@ -69,6 +69,12 @@ def test_an_adapter_keeps_less_and_trains_what_peft_trains():
     assert adapted.phases[BACKWARD]["head's gradient"] == 0
 
 
+def test_weights_in_4_bits_are_unpacked_one_at_a_time():
+    pytest.importorskip("peft")
+    memory = needed("cuda", torch.bfloat16, use_peft=True, quantization="4bit")
+    assert memory.phases[BACKWARD]["4 bit weights unpacked"] == 2 * 320 * 128
+
+
 def test_a_copy_as_reference_is_counted():
     local, server = needed("cuda", torch.bfloat16, ref="local"), needed("cuda", torch.bfloat16)
     assert local.standing == server.standing | {"reference weights": 2 * COUNT}
