@@ -142,9 +142,7 @@ class Session:
 
 def _read_step(returned: Any) -> tuple[str, float, bool]:
     """Check the result of `step`. Raises Misuse unless it is (observation, reward, done)."""
-    if isinstance(returned, tuple | list):
-        returned = [*map(to_plain, returned)]
-    match returned:
+    match [*map(to_plain, returned)] if isinstance(returned, tuple | list) else returned:
         case [str() | None as text, reward, True | False | 0 | 1 as done] if reward is not None and is_reward(reward):
             return text or "", float(reward), bool(done)
     raise Misuse(

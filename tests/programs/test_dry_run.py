@@ -67,7 +67,7 @@ def test_it_finds_everything_and_leaves_nothing(given, printed, model, tmp_path)
         f"{given['ref_servers'][0]} cannot be reached (Connection refused): a run would wait for it",
         "6 prompts x 4 completions over 1 rank",
         "24 completions a round, 24 at a time",
-        *("masters", "AdamW's moments", "KV cache", "activations", "margin", "one run on an H100"),
+        *("masters", "AdamW's moments", "KV cache", "activations", "margin", "three runs on an H200"),
     ):
         assert words in output
     as_set, *changed = output.split("as set  ")[1].splitlines()
