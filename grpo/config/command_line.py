@@ -169,11 +169,14 @@ class _Parser(ArgumentParser):
         short = {name: word for word, name in getattr(config_class, "SHORT", {}).items()}
         uncommon = getattr(config_class, "UNCOMMON", ())
         self._shown = 0
+        seen: set[str] = set()
         for section in sections:
             group = self.add_argument_group(section.HEADING)
             hints = get_type_hints(section)
             is_topic = topic == ALL or topic.lower() in re.findall(r"\w+", section.HEADING.lower())
-            for field in fields(section):
+            new = [field for field in fields(section) if field.name not in seen]
+            seen |= {field.name for field in new}
+            for field in new:
                 is_common = field.metadata["common"] and field.name not in uncommon
                 shown = is_common if topic == COMMON else is_topic or topic == field.name
                 self._shown += shown

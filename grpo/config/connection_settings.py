@@ -55,7 +55,9 @@ def read_urls(field: str, urls: str) -> str:
 
 
 @dataclass
-class ServersSection(Section):
+class ClientConfig(ConnectionSection):
+    """The settings of a client of reward servers."""
+
     HEADING = "waiting for servers"
 
     ref_ca_file: str | None = option(None, "PEM file of an https server's authority; unset is the public ones")
@@ -74,12 +76,9 @@ def check_ca_file(config: Section) -> None:
 
 
 @dataclass
-class ClientConfig(ServersSection, ConnectionSection):
-    """The settings of a client of reward servers."""
+class ReferenceConfig(ClientConfig):
+    """The settings of a client of reference servers."""
 
-
-@dataclass
-class ReferenceSection(Section):
     HEADING = "reference"
 
     ref: Literal["server", "adapter_off", "local"] = option(
@@ -99,16 +98,7 @@ class ReferenceSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ref_servers is not None:
-            self.ref_servers = [read_url("ref_servers", url) for url in self.ref_servers]
-            self.check(len(set(self.ref_servers)) == len(self.ref_servers), ref_servers="name each once")
-
-
-@dataclass
-class ReferenceConfig(ReferenceSection, ClientConfig):
-    """The settings of a client of reference servers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         if self.ref_servers is None:
             self.ref_servers = [f"http://127.0.0.1:{self.port}"]
+        self.ref_servers = [read_url("ref_servers", url) for url in self.ref_servers]
+        self.check(len(set(self.ref_servers)) == len(self.ref_servers), ref_servers="name each once")

@@ -73,7 +73,7 @@ def _is_met(config: Any, name: str, wanted: str = "above 0") -> bool:
 
 class Section:
     """The base of all settings. A new object checks the limits of all its fields, then their needs. A subclass with a
-    HEADING is a group of `--help`, which its words name as a topic."""
+    HEADING is a group of `--help`, of the fields that it adds, which its words name as a topic."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

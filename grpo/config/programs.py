@@ -61,7 +61,9 @@ class WorkerTurnsConfig(TurnsSection, AnswerSection):
 
 
 @dataclass
-class EvaluateSection(Section):
+class EvaluateConfig(ClientConfig, RewardedConfig):
+    """Every setting of `grpo eval`."""
+
     HEADING = "extent and output"
 
     sampler: Literal["continuous", "generate", "pool"] = option(
@@ -71,16 +73,13 @@ class EvaluateSection(Section):
     output: str | None = option(None, "folder to make: completions, verdicts, metrics, settings", common=True)
     micro_batch_tokens: int = option(16384, "tokens that a reward model here scores at a time", above=0)
 
-
-@dataclass
-class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
-    """Every setting of `grpo eval`."""
-
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
 
 
 @dataclass
-class LaunchSection(Section):
+class LaunchConfig(TrainerConfig, ServerConfig):
+    """The settings of a run that grpo.launch starts: server and trainer."""
+
     HEADING = "processes"
 
     nproc_per_node: int | None = option(
@@ -90,11 +89,6 @@ class LaunchSection(Section):
     node_rank: int = option(0, "this machine's number; machine 0 has the reference server", at_least=0)
     master_addr: str | None = option(None, "name or address by which the others reach machine 0")
     master_port: int = option(29500, "TCP port of machine 0, with several machines", above=0, at_most=65535)
-
-
-@dataclass
-class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
-    """The settings of a run that grpo.launch starts: server and trainer."""
 
     UNCOMMON: ClassVar = TrainerConfig.UNCOMMON | {"task", "pool_file", "estimate"}  # which it refuses
 

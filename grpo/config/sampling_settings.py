@@ -210,14 +210,11 @@ class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
 
 
 @dataclass
-class ChatSection(Section):
+class ChatConfig(TurnsSection, AnswerSection, SharedConfig):
+    """Every setting of `grpo chat`."""
+
     HEADING = "conversation"
 
     keep_history: bool = option(True, "answers depend on those before", off="answer each by itself", common=True)
-
-
-@dataclass
-class ChatConfig(ChatSection, TurnsSection, AnswerSection, SharedConfig):
-    """Every setting of `grpo chat`."""
 
     SHORT: ClassVar = {"model": "model_name_or_path"}

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from grpo.config.connection_settings import TOKEN_VARIABLE, ConnectionSection
-from grpo.config.fields import Section, option
+from grpo.config.fields import option
 from grpo.config.sampling_settings import SharedConfig
 
 
 @dataclass
-class ServingSection(Section):
+class ServerConfig(ConnectionSection, SharedConfig):
+    """Every setting of `ref_server.py`."""
+
     HEADING = "server"
 
     task: Literal["logprobs", "reward", "rollouts"] = option(
@@ -44,20 +46,6 @@ class ServingSection(Section):
     log_level: Literal["debug", "info", "warning"] = option("info", "debug logs requests, info a summary each minute")
     estimate: bool = option(False, "print the memory that it needs, and end", needs="task logprobs", common=True)
 
-    @property
-    def max_request_tokens(self) -> int:
-        """Return the most tokens of a request, and the most that a client may have waiting."""
-        return self.max_queue_tokens // 2
-
-    def batch_tokens(self, device_type: str) -> int:
-        """Return the tokens of a forward pass on a device of this type ("cuda" or "cpu")."""
-        return self.max_batch_tokens or (16384 if device_type == "cuda" else 4096)
-
-
-@dataclass
-class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
-    """Every setting of `ref_server.py`."""
-
     SHORT: ClassVar = {"model": "model_name_or_path"}
 
     def __post_init__(self) -> None:
@@ -75,3 +63,12 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
         self.check(self.update_folder is None or is_whole, update_folder="quantized weights cannot be replaced")
         if self.token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
             self.refuse("host", f"others could reach it there: give --token_file or {TOKEN_VARIABLE}, or use 127.0.0.1")
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Return the most tokens of a request, and the most that a client may have waiting."""
+        return self.max_queue_tokens // 2
+
+    def batch_tokens(self, device_type: str) -> int:
+        """Return the tokens of a forward pass on a device of this type ("cuda" or "cpu")."""
+        return self.max_batch_tokens or (16384 if device_type == "cuda" else 4096)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.client.connection import WeightsToSend
 from grpo.client.reference import ReferenceClient
 from grpo.client.server_errors import ServerError, ServersLost
-from grpo.config.connection_settings import ReferenceSection
+from grpo.config.connection_settings import ReferenceConfig
 from grpo.config.errors import ConfigError
 from grpo.model.fingerprint import fingerprint_with
 from grpo.model.lora import merged
@@ -46,7 +46,7 @@ def has_begun(folder: Path) -> bool:
 class WeightPublisher:
     """The reference that is in force, and the updates of it. Every rank has one, and all call it together."""
 
-    config: ReferenceSection
+    config: ReferenceConfig
     client: ReferenceClient
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

@@ -11,11 +11,14 @@ from grpo.config.errors import ConfigError
 from grpo.config.fields import Limits, default_of
 from grpo.config.programs import PROGRAMS, ReportConfig, WorkerConfig
 
-SECTIONS = list(dict.fromkeys(base for program in PROGRAMS for base in program.__mro__ if "HEADING" in vars(base)))
+ADDED: dict[type, list[dataclasses.Field]] = {}  # the fields that each section adds to those before it
+for section in (base for program in PROGRAMS for base in reversed(program.__mro__) if "HEADING" in vars(base)):
+    seen = [field for fields in ADDED.values() for field in fields]  # a subclass has the same objects
+    ADDED.setdefault(section, [field for field in dataclasses.fields(section) if field not in seen])
 NUMBERS = [
     (section, field)
-    for section in SECTIONS
-    for field in dataclasses.fields(section)
+    for section, fields in ADDED.items()
+    for field in fields
     if re.search(r"\b(int|float)\b", field.type)
 ]
 ANY_NUMBER = {"reward_weights"}
@@ -48,9 +51,7 @@ def test_a_section_alone_refuses_a_number_outside_its_limits(section, field):
             section(**settings_with(section, field, number))
 
 
-WITH_NEEDS = [
-    (section, field) for section in SECTIONS for field in dataclasses.fields(section) if field.metadata["needs"]
-]
+WITH_NEEDS = [(section, field) for section, fields in ADDED.items() for field in fields if field.metadata["needs"]]
 
 
 @pytest.mark.parametrize(
