@@ -151,11 +151,6 @@ def _padding(configured: int | None, texts: list[np.ndarray]) -> int:
     return next(token for token in range(len(last_tokens) + 1) if token not in last_tokens)
 
 
-def _without_system(system: Message, first: Message, *others: Message) -> list[Message]:
-    """Put the system's text before the user's first, as Gemma's authors do: its template knows no system."""
-    return [first | {"content": f"{system['content']}\n\n{first['content']}"}, *others]
-
-
 def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Message]) -> str:
     if tokenizer.chat_template is None:
         return "\n\n".join(message["content"] for message in messages)
@@ -163,5 +158,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Messa
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except jinja2.TemplateError as error:
         if [message["role"] for message in messages[:2]] == ["system", "user"]:
-            return _render(tokenizer, place, _without_system(*messages))
+            # Gemma's template knows no system: as its authors do, its text goes before the user's first.
+            system, first, *others = messages
+            joined = first | {"content": f"{system['content']}\n\n{first['content']}"}
+            return _render(tokenizer, place, [joined, *others])
         raise malformed(f"input {place}: the reward model's chat template refuses these messages ({error})") from error

@@ -221,7 +221,10 @@ class Checkpoints:
                     f"as the checkpoint has; or start it with {saved_ranks}"
                 )
         needed = [self.rank] if saved_ranks == ranks else range(saved_ranks)
-        states = {rank: read_rank_state(checkpoint, rank) for rank in needed}
+        states = {}
+        for rank in needed:
+            with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
+                states[rank] = pickle.load(file)
         if self.rank in states:
             set_random_states(states[self.rank]["random"])
         by_rank = [state["batches"] for state in states.values()]
@@ -270,11 +273,6 @@ class Checkpoints:
 def _writer(name: str) -> int:
     numbered = re.search(r"pp_rank_(\d+)_|^rank-(\d+)\.", name)
     return int(numbered[1] or numbered[2]) if numbered else 0
-
-
-def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
-    with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
-        return pickle.load(file)
 
 
 def to_universal(engine: Path, to: Path) -> None:
