@@ -12,7 +12,6 @@ the trainer takes (of a folder or a hub id the split `test`, of a single file al
 numbers do not depend on the number of processes; the samples follow from seed and temperature.
 """
 
-import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.command_line import parse_arguments
+from grpo.config.console import end_now
 from grpo.config.programs import EvaluateConfig
 from grpo.data.mixture import is_mixture
 from grpo.model.answering import model_settings
@@ -158,9 +158,9 @@ def main() -> int:
     from grpo.config.errors import RewardError
 
     config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)
-    with ExitStack() as closing:  # also after Ctrl-C: Python would wait for calls that hang
+    with ExitStack() as closing:  # also after Ctrl-C: the processes of calls that hang would stay
         return exit_code(lambda: run(config, closing), (RewardError, ServerError, OSError), "interrupted")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_now(main())  # also while a call hangs

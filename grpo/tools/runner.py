@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -82,7 +81,7 @@ class SlowCalls:
 class LocalPlace:
     """Runs tasks of grpo/tools/session.py in this process: sync code in a thread, async code on the event loop."""
 
-    def __init__(self, session: Session, thread: UserThread, slow_calls: SlowCalls):
+    def __init__(self, session: Session, thread: ThreadPoolExecutor, slow_calls: SlowCalls):
         self._session, self._thread, self._slow_calls = session, thread, slow_calls
 
     async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
@@ -203,33 +202,6 @@ class Instance:
         return reply
 
 
-class UserThread:
-    """A daemon thread for sync code, which may hang: the program ends without it, unlike an executor's."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="user's code", daemon=True).start()
-
-    def submit(self, function: Callable, *arguments: Any) -> Future:
-        future: Future = Future()
-        self._calls.put((future, function, arguments))
-        return future
-
-    def close(self) -> None:
-        """End the thread after its calls."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function, arguments = call
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-
-
 class Runner:
     """Runs tools, and makes a place for each instance of the environment; in this process if `processes` is None."""
 
@@ -237,7 +209,7 @@ class Runner:
         self._make_session, self._tools = make_session, make_session()
         self._processes = processes
         self._timeout = None if processes is None else processes.timeout
-        self._thread = UserThread()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="user's code")
         self._slow_calls = SlowCalls()
 
     async def call_tool(self, key: Key, tool: Tool, arguments: dict[str, Any]) -> Reply:
@@ -259,8 +231,8 @@ class Runner:
         return ProcessPlace(self._processes)
 
     def close(self) -> None:
-        """End the user's code."""
-        self._thread.close()
+        """End the user's code. A call that hangs stays in its thread: a program ends by end_now."""
+        self._thread.shutdown(wait=False)
         self._slow_calls.close()
         if self._processes is not None:
             self._processes.close()
