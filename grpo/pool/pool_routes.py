@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 
 import bottle
 
@@ -31,7 +32,7 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     @app.get(wire.VERSIONS_PATH)
     def versions():
         service.check_ready()
-        return make_json([version.to_fields() for version in service.store.versions()])
+        return make_json([asdict(version) for version in service.store.versions()])
 
     @app.get(wire.FILES_PATH)
     def send_file():

@@ -49,12 +49,7 @@ class RunInfo:
     processor: str = ""  # fingerprint of what prepares the model's pictures; empty for a model of text
 
     def to_json(self) -> bytes:
-        """Return the body, without the fields that this run does not need, as older releases expect."""
-        content = asdict(self)
-        for name in ("turns", "processor"):
-            if not content[name]:
-                del content[name]
-        return json.dumps(content).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def of_json(cls, body: bytes) -> RunInfo:
@@ -145,15 +140,8 @@ class Version:
     delta: str | None  # SHA-256 of the delta (grpo/pool/delta.py), a file that the pool holds
     probe: Probe
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return the JSON object, without pictures where there are none, as older releases expect."""
-        content = asdict(self)
-        if not self.probe.pictures:
-            del content["probe"]["pictures"]
-        return content
-
     def to_json(self) -> bytes:
-        return json.dumps(self.to_fields()).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def of_fields(cls, content: dict[str, Any]) -> Version:

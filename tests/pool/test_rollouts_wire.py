@@ -74,7 +74,6 @@ def test_everything_comes_back_as_it_was_sent():
     pictured = replace(VERSION, probe=replace(VERSION.probe, pictures=("ab" * 32,)))
     for version in (VERSION, pictured):
         assert Version.of_fields(json.loads(version.to_json())) == version
-    assert b"pictures" not in VERSION.to_json()  # as older releases expect
     lease = Lease("box", 3, [[5, 0]], 20.0, "4090", 2, "drawing", 12.5)
     assert Lease.of_json(lease.to_json()) == lease
 
@@ -97,7 +96,6 @@ def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
     assert {*PLAIN} == {"groups", "attempts", "versions", "prompt_lengths", "prompt_ids"}
     of_drawn = {"groups", "attempts", "copies", "completion_lengths", "completion_ids", "logprobs", "versions"}
     assert {*load(encode_drawn([DRAWN]))} == of_drawn
-    assert json.loads(RUN.to_json()).keys().isdisjoint({"turns", "processor"})
     # A run that was written before a field was added is read.
     old = {name: value for name, value in asdict(RUN).items() if name not in ADDED}
     assert RunInfo.of_json(json.dumps(old).encode()) == RUN

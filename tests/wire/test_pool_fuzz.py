@@ -87,7 +87,7 @@ def fields(draw, body):
         found = json.loads(body)
     except ValueError:
         return numbers(draw, body)
-    within = next((name for name in ("probe", "turns") if name in found), None)
+    within = next((name for name in ("probe", "turns") if found.get(name)), None)
     place = found[within] if within and draw.random() < 0.3 else found
     name = draw.choice([*place, "unknown"])
     change = draw.randrange(4)
