@@ -36,6 +36,12 @@ class Server:
         self.has_trial_request = False  # True while that one request is in flight
         self.other_model = ""  # fingerprint of a model that does not belong to this run
 
+    def has_room(self, tokens: int, patience: float) -> bool:
+        """Tell whether to send a request of `tokens` now: by its measured speed, which other ranks share, the server
+        would answer in half of the time that a request has. More would be given up, and computed again."""
+        is_free = not (self.requests and self.speed) or (self.tokens + tokens) / self.speed <= patience / 2
+        return self.requests < IN_FLIGHT and is_free
+
     def seconds_to_answer(self, tokens: int, fastest: float) -> float:
         """Estimate when `tokens` more would be answered; `fastest` is the speed of the fastest server."""
         speed, silence = self.speed or fastest, time.monotonic() - self.active_since
@@ -141,7 +147,7 @@ class Balancer:
                 usable = [server for server in self.servers if server.in_rotation and not server.has_trial_request]
                 random.shuffle(usable)  # or every rank's first request would go to the same of equal servers
                 best = min(usable, key=lambda server: server.seconds_to_answer(size, fastest), default=None)
-                if best is not None and best.requests < IN_FLIGHT:
+                if best is not None and best.has_room(size, self._connection.patience):
                     best.active_since = best.active_since if best.requests else time.monotonic()
                     best.has_trial_request = best.failures > 0
                     best.requests += 1

@@ -1,5 +1,6 @@
 """HTTP to one server of a run: requests and answers, /health, new weights, TLS, and the error of each fault."""
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ class Connection:
 
     def __init__(self, config: ClientConfig, task: str):
         self._config, self._task = config, task
+        self.patience = config.ref_request_timeout  # seconds for one answer
         self._sessions = sessions.open_sessions(config.token, config.ref_ca_file, CONTENT_TYPES[task])
         self.fingerprint: str | None = None  # of the model that every answer must come from; None is any model
         self.outdated: set[str] = set()  # fingerprints of the models that this run has replaced
@@ -64,7 +66,9 @@ class Connection:
         """Return a response with status 200. Raises RequestFailure, RequestRefused."""
         timeout = CONNECT_SECONDS, max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
-            response = self._sessions.session.post(url + path, params=query, data=body, timeout=timeout)
+            # A large body in pieces: all of it would have to be sent within CONNECT_SECONDS.
+            data = body if len(body) < 1 << 16 else io.BytesIO(body)
+            response = self._sessions.session.post(url + path, params=query, data=data, timeout=timeout)
         except requests.RequestException as error:
             raise sessions.connection_failed(error) from error
         if (status := response.status_code) == 200:

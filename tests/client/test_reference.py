@@ -93,6 +93,23 @@ def test_groups_whose_shared_request_fails_are_sent_alone(bad):
             assert server.requests == requests_in_all
 
 
+@pytest.mark.slow
+def test_a_slow_server_has_no_more_in_work_than_it_answers_in_time():
+    """What is given up is computed again."""
+    busy = threading.Lock()
+
+    def post(count):
+        with busy:
+            time.sleep(0.4)
+        return answer()
+
+    with fake(post) as server, open_client(server.url, ref_request_timeout=2, ref_deadline=60) as client:
+        request(client).result(20)  # from now on its speed is known
+        for future in [request(client) for _ in range(10)]:
+            assert [row.tolist() for row in future.result(30)] == [[-1, -2, -3], [], [-4]]
+        assert server.requests == 11
+
+
 def test_groups_whose_server_is_gone_are_given_up_together_after_one_deadline():
     groups = [(f"group {at}", [5 + at], COMPLETIONS) for at in range(20)]
     began = time.monotonic()
