@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
@@ -34,7 +34,16 @@ from grpo.run.collective import from_first, gather
 from grpo.run.exit import how_to_continue
 from grpo.run.folder import ENGINE, SaveError, describe_room, push_in_background, put_in_place, to_disk, write_model
 from grpo.run.preflight import RunDescription, check_same
-from grpo.run.run_folder import PROGRESS, Sums, checkpoints, read_progress, readable, sum_files, write_progress
+from grpo.run.run_folder import (
+    PROGRESS,
+    Sums,
+    checkpoints,
+    nearest_existing,
+    read_progress,
+    readable,
+    sum_files,
+    write_progress,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +74,21 @@ class Progress:
 
 SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batches", "most_calls_failed")]
 """the fields that all ranks share, and that a checkpoint's progress.json holds"""
+
+
+def check_space(config: TrainerConfig, folder: Path, model: PreTrainedModel) -> str:
+    """Return how much a checkpoint takes, and is free. Raises ConfigError if that is too little for one: the first
+    would be written after hours."""
+    weights = [*model.parameters()]
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    saved = trained if config.use_peft else sum(weight.numel() for weight in weights)
+    of_optimizer = 6 if config.optim == "adamw_8bit" else 12
+    size = (of_optimizer + model.dtype.itemsize) * trained + model.dtype.itemsize * saved
+    free = shutil.disk_usage(nearest_existing(folder)).free
+    sizes = f"a checkpoint takes {size / 2**30:.1f} GiB of disk, and {free / 2**30:.1f} are free"
+    if size > free and config.save_steps > 0:
+        config.refuse("output_dir", f"{sizes}: make room, name another, or set save_steps to 0")
+    return sizes
 
 
 def random_states() -> dict[str, Any]:
@@ -114,6 +138,8 @@ class Checkpoints:
         """Write `checkpoint-STEP`, then delete the older checkpoints that `save_total_limit` does not keep. Raises
         SaveError on every rank if a rank could not write; then nothing is left of the checkpoint."""
         final = self.folder / f"checkpoint-{progress.step}"
+        if self.rank == 0:
+            log.info("saving %s", final)
         unfinished = final.with_name(final.name + ".unfinished")
         sums: Sums = {}
         of_model = {"processor": self.processor, "weights": weights_to_save(engine.module)}
@@ -198,6 +224,7 @@ class Checkpoints:
         for name, now in run["versions"].items():
             if (then := saved["versions"].get(name)) != now:
                 log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)
+        log.info("reading %s", checkpoint)
         saved_ranks, ranks = saved["ranks"], run["ranks"]
         load = partial(engine.load_checkpoint, tag=ENGINE, load_module_strict=not self._is_partly_frozen)
         if saved_ranks == ranks:

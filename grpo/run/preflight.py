@@ -205,6 +205,7 @@ def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path 
     Raises ConfigError on every rank as run_folder.find_checkpoints, and if all are damaged."""
     damaged: dict[Path, str] = {}
     for checkpoint in on_first(rank, lambda: run_folder.find_checkpoints(config)):
+        log.info("checking the files of %s", checkpoint)
         reason = next(filter(None, gather(run_folder.damage(checkpoint, rank, world_size))), None)
         if reason is None:
             on_first(rank, partial(_rename_damaged, damaged, checkpoint))

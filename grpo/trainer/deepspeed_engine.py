@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.config.console import free_port
-from grpo.config.errors import ConfigError, one_line
+from grpo.config.errors import ConfigError, one_line, rank_count
 from grpo.config.fields import find_file
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
@@ -90,9 +90,10 @@ def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
 
 def in_parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Cut weights into groups of a bounded size."""
-    parts, size = [], _LARGEST_GROUP
-    for weight in weights:
-        if size + weight.numel() > _LARGEST_GROUP:
+    parts: list[list[nn.Parameter]] = []
+    size = 0
+    for weight in weights:  # of ZeRO-3's each has a size of 0: one group
+        if not parts or size + weight.numel() > _LARGEST_GROUP:
             parts.append([])
             size = 0
         parts[-1].append(weight)
@@ -172,6 +173,7 @@ def start_engine(
 ) -> tuple[Any, LRScheduler]:
     """Return the DeepSpeed engine around the policy, and its learning-rate schedule. A policy that `is_new`
     is as its model's files have it. Raises ConfigError."""
+    check_host(config, ds_config["zero_optimization"], model)
     if shards := ds_config["zero_optimization"]["stage"] == 3:
         _shard(model, ds_config)
     else:
@@ -198,6 +200,20 @@ def start_engine(
     set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     set_timeout(_longest_collective(config), engine.seq_data_parallel_group)
     return engine, schedule
+
+
+def check_host(config: TrainerConfig, zero: dict, model: nn.Module) -> None:
+    """Raise ConfigError if an offloaded optimizer is larger than the machine's memory: the system would end the rank
+    without a word, or another program."""
+    if not torch.cuda.is_available() or zero.get("offload_optimizer", {}).get("device", "none") == "none":
+        return
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    here = int(os.environ.get("LOCAL_SIZE", rank_count())) / rank_count()
+    needed, there = 16 * trained * here, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:  # masters, gradients and moments alone
+        sizes = f"the offloaded optimizer takes {needed / 2**30:.0f} GiB of this machine's memory, which has"
+        remedy = "use_peft, more machines, or a file without offload_optimizer"
+        config.refuse("deepspeed", f"{sizes} {there / 2**30:.0f}: {remedy}")
 
 
 def _begin_in_float32(engine: Any, config: TrainerConfig) -> None:
@@ -254,7 +270,11 @@ def whole_weights(engine: Any) -> Iterator[None]:
         yield
         return
     offload = engine.optimizer.parameter_offload
-    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+    weights = [*engine.module.parameters()]
+    if dist.get_world_size() > 1:  # all together, DeepSpeed would copy every offloaded share to the card first
+        for weight in weights:
+            weight.all_gather([weight])
+    with deepspeed.zero.GatheredParameters(weights):
         # They would let go of a weight after its module's first use.
         for hook in (*offload.forward_hooks, *offload.backward_hooks):
             hook.remove()

@@ -28,6 +28,7 @@ from grpo.model.memory import Memory, Terms, change_lines, trainer_lines
 from grpo.model.packing import Batcher
 from grpo.model.pictures import vision_parameters
 from grpo.pool.client import PoolClient
+from grpo.run.checkpoints import check_space
 from grpo.run.collective import own_place
 from grpo.run.folder import check_login
 from grpo.run.preflight import RunDescription
@@ -58,6 +59,7 @@ def dry_run(config: TrainerConfig) -> None:
     policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
     work = RankWork.of(config, ranks, inputs)
     found = _describe_inputs(work, inputs, model, policy_info)
+    found.append(f"  disk       {check_space(config, folder, model)}")
     if config.resume_from_checkpoint is not None:
         found.append(f"  start      {start}")
     step = _describe_step(work, inputs)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from grpo.config.errors import LOWERED
+from grpo.config.fields import find_file
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import is_out_of_memory
 
@@ -90,7 +91,8 @@ def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
         return f"set {' and '.join(unset)}, or {lower}" if unset else f"{lower}, or use more ranks"
     if phase == "reward":
         return "serve reward models from another card (--task reward)"
-    return "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"
+    offloads = '"offload_optimizer"' in find_file(config.deepspeed).read_text(encoding="utf-8")
+    return f"use more ranks, {'' if offloads else 'offload_optimizer in the DeepSpeed file, '}or use_peft"
 
 
 def _of_gradients(error: BaseException) -> bool:

@@ -107,17 +107,17 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     standing = {"weights": memory.weights(model, config.quantization)}
     if config.beta > 0 and config.ref == "local":
         standing["reference weights"] = item * sum(sizes)
-    shares = zero.get("stage") == 3
+    shares, not_yet = zero.get("stage") == 3, 0
     if shares:
         standing |= _shared_out(model, work, zero)
         optimizer["gradients"] = (4 if in_fp32 else item) * share + (4 * share if offloads else 0)
     elif offloads:
         standing["a gradient"] = item * largest
-        in_16_bits = 0 if in_fp32 else item * max(share, largest)
-        optimizer["gradients"] = 4 * share + in_16_bits + item * largest  # in fp32, and as they come
+        not_yet = 0 if in_fp32 else item * max(share, largest)  # before a step
+        optimizer["gradients"] = 4 * share + not_yet + item * largest  # in fp32, and as they come
         optimizer["weights on their way back"] = item * share
     in_host = cuda and offloads
-    host = dict(optimizer) if in_host else {}
+    host = optimizer | {"a checkpoint as it is read": max(0, 4 * share - not_yet)} if in_host else {}
     if in_host and not shares and zero["offload_optimizer"].get("pin_memory"):
         host |= _pinned(model, work.ranks, item, in_fp32)
     if shares and cuda and _is_away(zero, "offload_param"):
@@ -170,6 +170,7 @@ def _pinned(model: PreTrainedModel, ranks: int, item: int, in_fp32: bool) -> mem
         "masters": in_fp32_parts,
         "gradients": in_fp32_parts + each + largest,
         "weights on their way back": sum(locked(share, item) for share in shares),
+        "a checkpoint as it is read": max(0, 4 * sum(shares) - each),
     }
 
 

@@ -19,7 +19,7 @@ from grpo.model.packing import Batcher
 from grpo.model.trial import share_rows
 from grpo.pool.client import PoolClient, Retrier
 from grpo.rewards.compute import start_rewards
-from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
+from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress, check_space
 from grpo.run.collective import on_first
 from grpo.run.exit import Launcher, StopSignals
 from grpo.run.metrics import PhaseClock
@@ -99,11 +99,9 @@ def set_up(
         config.refuse("ref", "the adapter has weights to begin with, of which stage 3 keeps no copy: use server")
     if begins_whole := inputs.begins_whole(config):
         batcher, sampler = choose_sampler(config, inputs, model)
-    publisher = None
-    if config.ref_update_steps:
-        run_folder = folder if rank == 0 else None
-        publisher = WeightPublisher(config, client, model, inputs.tokenizer, policy_info, run_folder, inputs.processor)
-    log.info("starting DeepSpeed on %d x %s", world_size, device)
+    publisher = _publisher(config, client, model, inputs, policy_info, folder if rank == 0 else None)
+    space = on_first(rank, partial(check_space, config, folder, model))
+    log.info("starting DeepSpeed on %d x %s; %s", world_size, device, space)
     engine, schedule = start_engine(config, inputs.ds_config, model, is_new=checkpoint is None)
     if not begins_whole:
         with torch.no_grad():  # DeepSpeed's hooks refuse the gradients of some weights: log-probs alone are tried
@@ -139,6 +137,19 @@ def set_up(
     recorder = _start_record(config, ranks, inputs, folder, progress, is_resumed=checkpoint is not None)
     parts = engine, schedule, batcher, sampler, rounds, client, publisher, pool_run
     return Run(config, ranks, inputs, folder, *parts, rewarder, checkpoints, progress, recorder, stop)
+
+
+def _publisher(
+    config: TrainerConfig,
+    client: ReferenceClient | None,
+    model: PreTrainedModel,
+    inputs: Inputs,
+    policy_info: ModelInfo,
+    folder: Path | None,
+) -> WeightPublisher | None:
+    if not config.ref_update_steps:
+        return None
+    return WeightPublisher(config, client, model, inputs.tokenizer, policy_info, folder, inputs.processor)
 
 
 def _describe_run(config: TrainerConfig, inputs: Inputs, world_size: int, checkpoint: Path | None) -> RunDescription:

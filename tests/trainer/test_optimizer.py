@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import train_adapter
+from grpo.run.checkpoints import check_space
 from grpo.trainer import deepspeed_engine as trainer_optimizer
-from grpo.trainer.deepspeed_engine import make_optimizer, make_schedule, parameter_groups
+from grpo.trainer.deepspeed_engine import check_host, make_optimizer, make_schedule, parameter_groups
 from grpo.trainer.rank_memory import RankWork, rank_memory
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -205,3 +207,21 @@ def test_a_rank_loads_no_library_that_it_does_not_use_and_bitsandbytes_without_a
     ended = run_python("-c", f"{script}; import bitsandbytes", check=True)
     assert ended.stdout.splitlines()[-1] == "[]"
     assert "gemm_4bit" not in ended.stderr  # a warning where the processor has AVX512-BF16
+
+
+def test_what_the_machine_or_its_disk_cannot_hold_is_refused_before_the_first_step(monkeypatch, tmp_path):
+    model = on_meta(qwen(**LARGE_SHAPES["Qwen2.5-7B"]), torch.bfloat16)
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**24}[name])
+    with pytest.raises(
+        ConfigError, match=r"deepspeed=.*takes 113 GiB of this machine's memory, which has 64: use_peft"
+    ):
+        check_host(config_of(), offload, model)
+    check_host(config_of(), {}, model)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100 * 2**30))
+    with pytest.raises(ConfigError, match=r"output_dir=.*takes 113.5 GiB of disk, and 100.0 are free: make room"):
+        check_space(config_of(), tmp_path / "run", model)
+    assert check_space(config_of(save_steps=0), tmp_path / "run", model)
+    train_adapter(model, config_of(use_peft="true"))
+    assert "takes 0." in check_space(config_of(use_peft="true"), tmp_path / "run", model)

@@ -142,13 +142,15 @@ def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
         "AdamW's moments": 8 * COUNT,
         "gradients": 4 * COUNT + 2 * (COUNT + largest),
         "weights on their way back": 2 * COUNT,
+        "a checkpoint as it is read": 2 * COUNT,  # 12 * COUNT, where 8 are kept and 2 are free
     }
     # Page-locked, each in a power of 2 of bytes: of the numbers with weight decay, and of those without.
     bare = sum(map(torch.numel, parameter_groups(on_meta(qwen(2, 100, **SMALL), torch.bfloat16))[1]))
     pinned = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     locked = needed("cuda", torch.bfloat16, zero=pinned, sums="bf16").host
     assert locked["masters"] == sum(2 ** math.ceil(math.log2(4 * count)) for count in (bare, COUNT - bare))
-    assert all(away.host[name] <= locked[name] for name in locked) and locked["gradients"] > 8 * COUNT
+    assert all(away.host[name] <= locked[name] for name in ("masters", "weights on their way back"))
+    assert locked["gradients"] > 8 * COUNT and total(locked) > total(away.host)
     # On a CPU it is one memory.
     assert needed(zero=OFFLOAD).host == {}
 
@@ -196,14 +198,14 @@ ALL_LINEAR = ["--use_peft", "--lora_target_modules=all-linear"]
 @pytest.mark.parametrize(
     ("shape", "ranks", "gib", "file", "options"),
     [
-        ("Qwen2.5-7B", 2, 142, ON_HOST, []),
-        ("Qwen2.5-14B", 2, 275, ON_HOST, BY_WORKERS),
-        ("Qwen2.5-32B", 4, 610, ON_HOST, BY_WORKERS),
+        ("Qwen2.5-7B", 2, 170, ON_HOST, []),
+        ("Qwen2.5-14B", 2, 330, ON_HOST, BY_WORKERS),
+        ("Qwen2.5-32B", 4, 732, ON_HOST, BY_WORKERS),
         ("Qwen2.5-14B", 2, 0, ON_CARDS, [*BY_WORKERS[:3], "--micro_batch_tokens=4096", "--use_peft"]),
         ("Qwen2.5-32B", 2, 61, ON_HOST, [*BY_WORKERS, "--use_peft"]),
         ("Qwen2.5-7B", 4, 24, ON_CARDS, [*SHARED_ROWS, *ALL_LINEAR, "--max_completion_length=130048"]),
         ("Qwen2.5-7B", 4, 49, ON_CARDS, [*SHARED_ROWS, *ALL_LINEAR, "--max_completion_length=261120"]),
-        ("Qwen2.5-7B", 4, 191, ON_HOST, [*SHARED_ROWS, "--max_completion_length=261120"]),
+        ("Qwen2.5-7B", 4, 219, ON_HOST, [*SHARED_ROWS, "--max_completion_length=261120"]),
     ],
 )
 def test_what_the_page_on_larger_models_promises_fits_cards_of_24_gb(shape, ranks, gib, file, options, monkeypatch):
