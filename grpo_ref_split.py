@@ -73,9 +73,9 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
             with record.saved_at_the_end(run):
                 optimize(run)
             record.finish(run)
+        dist.destroy_process_group()  # before a push, in which the others would hold their cards
         if ranks.rank == 0:
             show_end(config, folder)
-        dist.destroy_process_group()
 
 
 def optimize(run: Run) -> None:

@@ -52,7 +52,11 @@ def launch(config: LaunchConfig) -> int:
     # The ranks would refuse it too, after seconds of imports. A folder without a name is chosen here, for all of them.
     run = find_run_folder(config)
     config.output_dir = str(run)
-    share = share_of(config, visible_cards())
+    if not (cards := visible_cards()):
+        from grpo.model.devices import take_device
+
+        take_device(0)  # raises ConfigError if the machine has cards that torch cannot use
+    share = share_of(config, cards)
     config.check_ranks(share.world_size)
     if share.server_cards and share.server_cards == share.cards:
         ways = "--ref local, --beta 0, or --use_peft with --ref adapter_off"

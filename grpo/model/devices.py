@@ -70,7 +70,17 @@ def take_device(local_rank: int) -> torch.device:
     remedy = f"{seen}: start a rank for each, as 'deepspeed --num_gpus {cards}' does"
     require(local_rank < cards, "LOCAL_RANK", local_rank, remedy)
     torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank)
+    try:
+        torch.ones(1, device=device).add_(1)
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        old = f"it has no kernels for {name} (compute capability {major}.{minor})"
+        remedy = "install one that has, such as that of https://download.pytorch.org/whl/cu126, or name another card"
+        raise ConfigError(f"torch={torch.__version__}: {old}: {remedy} in {_VISIBLE}") from error
+    return device
 
 
 def _reason() -> str:

@@ -80,6 +80,8 @@ def load_model(
         if base_of(config.model_name_or_path) is not None:
             load_adapter(model, config.model_name_or_path)
         model = model.eval() if options or on_host else model.eval().to(device)
+    remedy = "the cards hold a part of the model only: name more cards, or use quantization"
+    require(not any(weight.is_meta for weight in model.parameters()), "device_map", device_map, remedy)
     Head.check(model)
     return model
 

@@ -153,7 +153,8 @@ class Channel(HTTPChannel):
         """Return whether the client has closed its end, which waitress does not notice while a request is in work. The
         app, whose thread calls this, finds it as "waitress.client_disconnected"."""
         try:
-            (poller := select.poll()).register(self.socket.fileno(), select.POLLRDHUP)
+            closed = getattr(select, "POLLRDHUP", select.POLLHUP)  # the first is Linux's alone
+            (poller := select.poll()).register(self.socket.fileno(), closed)
         except ValueError:  # this side has closed
             return True
         return bool(poller.poll(0))
