@@ -103,6 +103,22 @@ def test_more_ranks_than_cards_are_counted(monkeypatch):
         take_device(local_rank=2)
 
 
+def test_a_card_that_this_torch_has_no_kernels_for_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+
+    def ones(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    of_card = {"is_available": True, "device_count": 1, "set_device": None}
+    of_card |= {"get_device_name": "Tesla V100", "get_device_capability": (7, 0)}
+    for name, value in of_card.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.raises(ConfigError, match=r"^torch=.*: it has no kernels for Tesla V100 \(compute capability 7.0\)"):
+        take_device(local_rank=0)
+
+
 def test_a_hint_is_given_for_geforce_cards_that_may_still_try(monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name in ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"):

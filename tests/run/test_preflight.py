@@ -61,6 +61,7 @@ def test_ranks_with_cards_share_the_cores_for_adamw_on_the_cpu(environment, expe
         monkeypatch.setenv(name, value)
     for name, value in {"is_available": True, "device_count": 8, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))  # the first kernel on the card
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))  # what SLURM gives, not the machine's
