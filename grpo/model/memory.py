@@ -382,13 +382,22 @@ def smallest_card(memory: Memory) -> float:
     return next((card for card in CARDS if memory.total <= CARD_USABLE * card * GIB), math.inf)
 
 
+def ranks_here(ranks: int) -> int:
+    """Return how many of a run's ranks are on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_SIZE", ranks))
+
+
+def machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
     """Return the lines on the memory of a rank on this machine."""
     here = f"Memory of a rank on this machine ({memory.device_type}, {dtype}), MiB"
     lines = [f"{here}; times {ranks} for all ranks:", *term_lines(memory)]
     if memory.host:
-        size, local_ranks = total(memory.host), int(os.environ.get("LOCAL_SIZE", ranks))
-        needed, available = local_ranks * size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        size, local_ranks = total(memory.host), ranks_here(ranks)
+        needed, available = local_ranks * size, machine_memory()
         too_much = "it does NOT fit: use fewer ranks on a machine, use_peft, or no offload"
         fits = "it fits" if needed < available else too_much
         sizes = f"times {local_ranks} ranks here: {needed / GIB:.1f} of {available / GIB:.1f} GiB: {fits}"

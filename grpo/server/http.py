@@ -2,7 +2,7 @@
 
 waitress reads all sockets in one thread and hands a complete request to a thread of its pool: a slow client holds none.
 Added here: a limit on connections that strangers cannot use up for everybody, one on the bytes of all bodies, and
-deadlines by the monotonic clock. tests/server/test_http.py fails when a new waitress changes a method replaced here.
+deadlines by the monotonic clock. tests/server/test_http.py fails with a new waitress, whose methods may be others.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint
 from grpo.model.load import float32_weights, resolve_dtype
 from grpo.model.logprobs import body_of
 from grpo.model.lora import require_packages
+from grpo.model.memory import machine_memory, ranks_here
 from grpo.model.sharded import is_sharded, whole
 from grpo.run.collective import gather, own_place
 from grpo.run.watchdog import TIME_OUT, Watchdog
@@ -208,8 +209,8 @@ def check_host(config: TrainerConfig, zero: dict, model: nn.Module) -> None:
     if not torch.cuda.is_available() or zero.get("offload_optimizer", {}).get("device", "none") == "none":
         return
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    here = int(os.environ.get("LOCAL_SIZE", rank_count())) / rank_count()
-    needed, there = 16 * trained * here, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks, there = rank_count(), machine_memory()
+    needed = 16 * trained * ranks_here(ranks) / ranks
     if needed > there:  # masters, gradients and moments alone
         sizes = f"the offloaded optimizer takes {needed / 2**30:.0f} GiB of this machine's memory, which has"
         remedy = "use_peft, more machines, or a file without offload_optimizer"

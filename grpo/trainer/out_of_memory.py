@@ -91,7 +91,8 @@ def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
         return f"set {' and '.join(unset)}, or {lower}" if unset else f"{lower}, or use more ranks"
     if phase == "reward":
         return "serve reward models from another card (--task reward)"
-    offloads = '"offload_optimizer"' in find_file(config.deepspeed).read_text(encoding="utf-8")
+    file = find_file(config.deepspeed)  # not there where the user's code has changed the directory
+    offloads = file.exists() and '"offload_optimizer"' in file.read_text(encoding="utf-8")
     return f"use more ranks, {'' if offloads else 'offload_optimizer in the DeepSpeed file, '}or use_peft"
 
 

@@ -48,7 +48,7 @@ args = trl.GRPOConfig("out", num_generations=4, per_device_train_batch_size=8, g
                       steps_per_generation=4, beta=0.01, chat_template_kwargs={"enable_thinking": False},
                       max_completion_length=longest * 4, scale_rewards=False,
                       learning_rate=rate, max_steps=50, use_vllm=True, sync_ref_model=False, loss_type="dr_grpo")
-trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=args, 
+trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=args,
                       peft_config=LoraConfig(lora_alpha=4, target_modules=("q_proj",)),
                       reward_funcs=[good, short], train_dataset=dataset)
 """

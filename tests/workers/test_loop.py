@@ -1,10 +1,12 @@
 """A worker against a real pool: what it draws, with which weights, and what becomes of it when something fails."""
 
 import copy
+import gc
 import json
 import logging
 import shutil
 import threading
+import weakref
 from contextlib import contextmanager
 from itertools import chain
 
@@ -19,14 +21,16 @@ from transformers import GenerationConfig
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
 from grpo.data.records import Example, Rollout
+from grpo.model.load import eos_token_ids
 from grpo.model.trial import make_batcher
 from grpo.pool.client import PoolClient
-from grpo.pool.protocol import Lease, Task
+from grpo.pool.protocol import Lease, RunInfo, Task
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.self_check import make_sampler
 from grpo.tools.dialogue import start_turns
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 from grpo.workers import loop, transformers_engine
+from grpo.workers.engine import EngineError
 from grpo.workers.loop import GenerationWorker, WorkerFailed
 from grpo.workers.transformers_engine import TransformersEngine
 
@@ -392,3 +396,26 @@ def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_pat
         leased = trainer.client.lease(Lease("another", 2, [], 0.0))
         assert [task.group for task in leased.tasks] == [0, 1]
         engine.go.set()
+
+
+def test_an_engine_that_starts_again_after_a_failed_draw_holds_one_model(model_folder, model, tokenizer):
+    """The failure has frames, and they have the model: a card would have room for one."""
+    ends = sorted(eos_token_ids(model, tokenizer))
+    run = RunInfo("0" * 16, "run", model.config.vocab_size, ends, 2, 4, 1.0, 0, "0" * 64)
+    engine = TransformersEngine(WorkerConfig(pool="http://127.0.0.1:1"))
+    engine.start(run, model_folder, 0)
+    held = weakref.ref(engine._model)
+
+    def sample(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    engine._sampler.sample = sample
+    gc.disable()
+    try:
+        with pytest.raises(EngineError, match="out of memory"):
+            engine.draw(Task(0, 0, 0, [5]))
+        engine.close()
+        engine.start(run, model_folder, 0)
+        assert held() is None
+    finally:
+        gc.enable()
