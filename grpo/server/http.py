@@ -195,7 +195,7 @@ class HttpServer(TcpWSGIServer):
         `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
         request that does not reach the app."""
         self.config, self.admit, self.on_refused = config, admit, on_refused
-        self._pass_began = self._next_check = self._next_accept = time.monotonic()
+        self._next_accept = time.monotonic()
         # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         logging.getLogger("waitress").setLevel(logging.WARNING)
@@ -203,7 +203,7 @@ class HttpServer(TcpWSGIServer):
         allow_open_files(config.max_connections + _OTHER_FILES, remedy)
         # waitress refuses a limit itself, hence + 1; select() fails beyond 1,024 open files.
         limits = dict(max_request_header_size=HEADER_BYTES + 1, max_request_body_size=BODY_BYTES + 1)
-        adjustments = Adjustments(threads=THREADS, asyncore_use_poll=True, ident=None, **limits)
+        adjustments = Adjustments(threads=THREADS, ident=None, **limits)
         listener = listen(config.host, config.port)
         address = (listener.family, listener.type, listener.proto, listener.getsockname())
         super().__init__(app, _sock=listener, bind_socket=False, sockinfo=address, adj=adjustments)
@@ -286,12 +286,18 @@ class HttpServer(TcpWSGIServer):
         return min(waiting, key=lambda each: (each.known, -strangers[each.addr[0]], each.moved_at), default=None)
 
     def readable(self) -> bool:
-        """Check all deadlines once a second. waitress calls this before each wait for the sockets."""
+        return time.monotonic() >= self._next_accept
+
+    def run(self) -> None:
+        """Serve until all sockets are closed, and check all deadlines once a second: between two passes over the
+        sockets, since one that is closed within a pass leaves its number, and the events of that pass, to a new one."""
         # Not waitress's wall clock: set back an hour, it would stop all deadlines for an hour. And late is who had sent
-        # nothing before the last pass over the sockets: what came while this thread got no processor is not read yet.
-        last, self._pass_began = self._pass_began, time.monotonic()
-        if last >= self._next_check:
-            self._next_check = last + 1
-            for channel in list(self.active_channels.values()):
-                channel.check_deadlines(last)
-        return self._pass_began >= self._next_accept
+        # nothing before the last pass: what came while this thread got no processor is not read yet.
+        pass_began = next_check = time.monotonic()
+        while self._map:
+            if pass_began >= next_check:
+                next_check = pass_began + 1
+                for channel in list(self.active_channels.values()):
+                    channel.check_deadlines(pass_began)
+            pass_began = time.monotonic()
+            self.asyncore.loop(self.adj.asyncore_loop_timeout, use_poll=True, map=self._map, count=1)
