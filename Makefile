@@ -8,7 +8,7 @@
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
 # make test-versions  fast tests and demo with the lowest and the newest versions that pyproject.toml allows
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
-# make test-clusters  a run that SLURM, Ray and Kubernetes disturb; SLURM: apt-get install slurm-wlm
+# make test-clusters  a run that ssh, SLURM, Ray and Kubernetes disturb: apt-get install slurm-wlm pdsh openssh-server
 # make check   ruff
 # make docs    the documentation as a site with a search, in build/site; broken links fail
 # make setup   only .venv with the pinned requirements, those of the tests too

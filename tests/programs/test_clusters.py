@@ -1,5 +1,5 @@
-"""A run that SLURM, Ray and Kubernetes start on two simulated nodes, and take from them on the way, has the numbers of
-two ranks that nothing disturbs. `make test-clusters` installs Ray; SLURM is the package slurm-wlm of Debian. Of
+"""A run that ssh, SLURM, Ray and Kubernetes start on two simulated nodes, and take from them on the way, has the
+numbers of two ranks that nothing disturbs. `make test-clusters` installs Ray; Debian's packages have the others. Of
 Kubernetes there are only its schemas: the test starts what examples/kubernetes.yaml says."""
 
 import getpass
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python, running_server
 from machines import machines
 from pools import running_pool
 from servers import wait_until
@@ -115,6 +115,43 @@ def slurm(tmp_path) -> Iterator[dict[str, str]]:
         wait_until(lambda: subprocess.run(["srun", "-N2", "true"], env=environment, timeout=60).returncode == 0)
         yield environment
         subprocess.run(["scancel", "--user", getpass.getuser()], env=environment, check=True)
+
+
+@pytest.fixture
+def ssh(tmp_path) -> Iterator[dict[str, str]]:
+    """The environment in which `deepspeed` reaches 127.0.0.1 and 127.0.0.2 by ssh, two machines that are this one."""
+    if shutil.which("pdsh") is None or not Path("/usr/sbin/sshd").exists():
+        pytest.skip("pdsh or sshd is not installed: apt-get install pdsh openssh-server")
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    (tmp_path / "sshd_config").write_text(
+        f"Port {(port := free_port())}\nHostKey {tmp_path}/host\nStrictModes no\nAuthorizedKeysFile {tmp_path}/user.pub"
+    )
+    (tmp_path / "exported").write_text("GLOO_SOCKET_IFNAME=lo\nOMP_NUM_THREADS=1\n")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    daemon = subprocess.Popen(["/usr/sbin/sshd", "-D", "-f", tmp_path / "sshd_config"])
+    client = f"-p {port} -i {tmp_path}/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+    yield ON_CPUS | {"PDSH_SSH_ARGS_APPEND": client, "DS_ENV_FILE": str(tmp_path / "exported")}
+    daemon.terminate()
+    daemon.wait()
+
+
+def test_deepspeed_starts_it_over_ssh_and_ctrl_c_saves(ssh, settings, undisturbed, model_folder, tmp_path):
+    run, hosts, log = tmp_path / "run", tmp_path / "hosts", tmp_path / "log"
+    hosts.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    words = [Path(sys.executable).with_name("deepspeed"), "--hostfile", hosts, "--no_ssh_check"]
+    words += ["--master_addr", "127.0.0.1", "--master_port", free_port(), "grpo_ref_split.py", "--config", settings]
+    words += ["--save_steps", 1000, "--output_dir", run, "--resume_from_checkpoint", "last"]
+    with running_server(model_folder, tmp_path) as server, log.open("w") as output:
+        piped = {"env": ssh, "cwd": REPOSITORY, "stdout": output, "stderr": subprocess.STDOUT}
+        command = [*map(str, words), "--ref_servers", server.url]
+        started = subprocess.Popen(command, **piped)
+        wait_until(lambda: steps_of(run) > 4, 120, started)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(60) != 0
+        wait_until(lambda: any(run.glob("checkpoint-*")), 60)  # DeepSpeed waits for nobody
+        assert subprocess.run(command, **piped, timeout=240).returncode == 0, log.read_text()
+    check_same(run, undisturbed)
 
 
 def test_slurm_takes_nodes_of_trainers_and_workers_away_and_gives_them_back(
