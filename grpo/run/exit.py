@@ -182,7 +182,8 @@ def _count_children(process: int) -> int:
     return 0
 
 
-_GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
+# gloo, and torch's store, of a rank that has ended
+_GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed"
 
 
 class EndRun(Exception):

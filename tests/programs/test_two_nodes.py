@@ -31,14 +31,14 @@ class Cluster:
         self.network, self.folder, self.words, self.port = network, folder, words, free_port()
 
     @contextmanager
-    def launched(self, run: Path, *more: str):
-        """The two launchers, on their way."""
+    def launched(self, run: Path, *more: str, last: str = ""):
+        """The two launchers, on their way. `last` is an option that the second alone has."""
         words = [*LAUNCH, *self.words, f"--output_dir={run}", "--nproc_per_node=1", "--nnodes=2", *more]
         words += [f"--master_addr={self.network['node-1'].host}", f"--master_port={self.port}"]
         with ExitStack() as stack:
             yield [
-                stack.enter_context(self.network[name].running([*words, f"--node_rank={rank}"], self.log(name)))
-                for rank, name in enumerate(NAMES)
+                stack.enter_context(self.network[name].running([*words, *place], self.log(name)))
+                for name, place in zip(NAMES, [["--node_rank=0"], ["--node_rank=1", *last.split()]], strict=True)
             ]
 
     def log(self, name: str) -> Path:
@@ -100,6 +100,24 @@ def test_two_machines_do_what_two_ranks_on_one_do(cluster, undisturbed):
     with cluster.network["node-1"].running(command, cluster.log("one")) as launcher:
         assert launcher.wait(timeout=240) == 0, cluster.output("one")
     check_same(undisturbed, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake, sentence",
+    [
+        ("--nproc_per_node=2", "one machine counts [24] ranks, another one [24]: all must see equally many GPUs"),
+        (
+            "--node_rank=0",
+            "rank 0 was started twice, as .*, process [0-9]+ and as .*: each machine has its own node_rank",
+        ),
+    ],
+)
+def test_machines_that_were_started_otherwise_end_at_once(cluster, mistake, sentence):
+    with cluster.launched(cluster.folder / "run", last=mistake) as launchers:
+        assert 0 not in [launcher.wait(timeout=60) for launcher in launchers]
+    for output in map(cluster.output, NAMES):
+        assert re.search(sentence, output) and "Traceback" not in output, output
 
 
 @pytest.mark.slow
