@@ -113,13 +113,11 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         optimizer["gradients"] = (4 if in_fp32 else item) * share + (4 * share if offloads else 0)
     elif offloads:
         standing["a gradient"] = item * largest
-        not_yet = 0 if in_fp32 else item * max(share, largest)  # before a step
-        optimizer["gradients"] = 4 * share + not_yet + item * largest  # in fp32, and as they come
-        optimizer["weights on their way back"] = item * share
+        is_pinned = cuda and bool(zero["offload_optimizer"].get("pin_memory"))
+        terms, not_yet = _offloaded(model, work.ranks, item, in_fp32, is_pinned)
+        optimizer |= terms
     in_host = cuda and offloads
     host = optimizer | {"a checkpoint as it is read": max(0, 4 * share - not_yet)} if in_host else {}
-    if in_host and not shares and zero["offload_optimizer"].get("pin_memory"):
-        host |= _pinned(model, work.ranks, item, in_fp32)
     if shares and cuda and _is_away(zero, "offload_param"):
         host["weights"] = standing.pop("weights")
     if cuda and config.activation_offloading:
@@ -153,25 +151,22 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     )
 
 
-def _pinned(model: PreTrainedModel, ranks: int, item: int, in_fp32: bool) -> memory.Terms:
-    """Return what of ZeRO-2's offloaded optimizer is page-locked: torch gives each such tensor a power of 2 of bytes
-    (CachingHostAllocator.h)."""
+def _offloaded(
+    model: PreTrainedModel, ranks: int, item: int, in_fp32: bool, is_pinned: bool
+) -> tuple[memory.Terms, int]:
+    """Return what of ZeRO-2's offloaded optimizer may be page-locked, and what of it comes with the first step."""
 
-    def locked(numbers: int, bytes_each: int) -> int:
-        return 1 << (numbers * bytes_each - 1).bit_length()
+    def held(numbers: int, bytes_each: int) -> int:
+        count = numbers * bytes_each
+        return 1 << (count - 1).bit_length() if is_pinned else count  # as CachingHostAllocator.h rounds it
 
     trained = parameter_groups(model)
     sizes = [weight.numel() for weights in trained for weight in weights]
-    parts = [sum(weight.numel() for weight in part) for weights in trained for part in in_parts(weights)]
-    shares = [-(-part // ranks) for part in parts]
-    in_fp32_parts, largest = sum(locked(share, 4) for share in shares), locked(max(sizes), item)
-    each = 0 if in_fp32 else max(sum(locked(size, item) for size in sizes) // ranks, largest)  # of each weight
-    return {
-        "masters": in_fp32_parts,
-        "gradients": in_fp32_parts + each + largest,
-        "weights on their way back": sum(locked(share, item) for share in shares),
-        "a checkpoint as it is read": max(0, 4 * sum(shares) - each),
-    }
+    shares = [-(-sum(weight.numel() for weight in part) // ranks) for weights in trained for part in in_parts(weights)]
+    masters, largest = sum(held(share, 4) for share in shares), held(max(sizes), item)
+    each = 0 if in_fp32 else max(sum(held(size, item) for size in sizes) // ranks, largest)  # of each weight
+    terms = {"masters": masters, "gradients": masters + each + largest}
+    return terms | {"weights on their way back": sum(held(share, item) for share in shares)}, each
 
 
 def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memory.Terms:
