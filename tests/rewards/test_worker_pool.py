@@ -1,6 +1,7 @@
 """Reward functions that hang, end their process or wait: real worker processes, really killed."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -142,6 +144,15 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
     assert line.getMessage() == (
         f"reward function 'length' gave no answer within 0.5 s on the completion '{hang}': that earns 0"
     )
+
+
+def test_an_answer_that_came_in_time_counts_though_it_is_read_late(pooled, monkeypatch):
+    length = pooled("length", timeout=1.0)
+    rewards(length, ["a", "b"])  # both processes have begun
+    looks = itertools.count()  # at the clock: for the deadline, before the answer is read, and behind it
+    late = SimpleNamespace(monotonic=lambda: time.monotonic() + 10 * (next(looks) > 1))
+    monkeypatch.setattr(process_module, "time", late)
+    assert rewards(length, ["bb"]) == [[2]]
 
 
 @pytest.mark.parametrize(
