@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import os
 import pickle
 import signal
@@ -27,6 +28,10 @@ from grpo.usercode.prints import PRINTS
 
 _START_SECONDS = 300.0  # to import the user's files; not a part of a call's deadline
 END_SECONDS = 30.0  # to kill all descendants
+# Seconds of a wait at a time. Each counts twice at most: where this process is stopped or gets no processor, the user's
+# code may have had none either, and its answer may lie here unread.
+_SLICE = 0.25
+_LATE_CHUNKS = 64  # of an answer, read after its deadline; more is a flood
 
 
 def count_processes() -> int:
@@ -57,10 +62,10 @@ class UserProcess:
         self._calls += 1
         body = pickle.dumps((self._calls, *task))
         try:
-            deadline = time.monotonic() + seconds
-            self._socket.settimeout(seconds)
-            self._socket.sendall(body)
-            reply = json.loads(self._read_line(deadline))
+            self._left, view = seconds, memoryview(body)
+            while view:
+                view = view[self._attempt(self._socket.send, view) :]
+            reply = json.loads(self._read_line())
             if not isinstance(reply, dict) or reply.get("number") != self._calls:
                 raise ValueError(reply)
         except TimeoutError:
@@ -131,7 +136,8 @@ class UserProcess:
 
     def _wait_ready(self) -> None:
         try:
-            reply = json.loads(self._read_line(time.monotonic() + _START_SECONDS))
+            self._left = _START_SECONDS
+            reply = json.loads(self._read_line())
         except (OSError, EOFError, ValueError) as error:
             is_slow = isinstance(error, TimeoutError)
             how = f"was not ready in {_START_SECONDS:.0f} s" if is_slow else self._explain_end()
@@ -141,16 +147,28 @@ class UserProcess:
             raise RewardError(f"a worker process could not load {' '.join(self._names)}: {reply['raised']}")
         self._ready = True
 
-    def _read_line(self, deadline: float) -> bytes:
-        """Read a line. Raises TimeoutError if it has not come by the deadline, EOFError at the end."""
-        chunks = [b""]
+    def _attempt(self, action: Callable, argument: Any) -> Any:
+        """Do what the socket may block. Raises TimeoutError once no second of the call is left."""
+        while True:
+            began = time.monotonic()
+            self._socket.settimeout(max(1e-3, min(self._left, _SLICE)))
+            try:
+                return action(argument)
+            except TimeoutError:
+                if self._left <= 0:
+                    raise
+            finally:
+                self._left -= min(time.monotonic() - began, 2 * _SLICE)
+
+    def _read_line(self) -> bytes:
+        """Read a line. Raises TimeoutError if it does not come in time, EOFError at the end."""
+        chunks, late = [b""], 0
         while b"\n" not in chunks[-1]:
-            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            if not (chunk := self._socket.recv(65536)):
+            if not (chunk := self._attempt(self._socket.recv, 65536)):
                 raise EOFError
             chunks.append(chunk)
-            # Not of a whole line: it came in time, and this process was starved.
-            if b"\n" not in chunk and time.monotonic() > deadline:
+            late += self._left <= 0
+            if late > _LATE_CHUNKS:
                 raise TimeoutError
         return b"".join(chunks).partition(b"\n")[0]
 
@@ -167,12 +185,15 @@ class UserProcess:
 
 async def ended_within(seconds: float | None, call: Coroutine) -> asyncio.Task:
     """Return the call as a task that has ended. Raises CallLost after `seconds`."""
-    task = asyncio.ensure_future(call)
-    # Not wait_for: a TimeoutError that the user's code raises is an error like any other.
-    done, _ = await asyncio.wait([task], timeout=seconds)
-    if not done:
-        task.cancel()
-        raise CallLost(f"gave no answer within {seconds:g} s")
+    task, left = asyncio.ensure_future(call), math.inf if seconds is None else seconds
+    while not task.done():
+        if left <= 0:
+            task.cancel()
+            raise CallLost(f"gave no answer within {seconds:g} s")
+        began = time.monotonic()
+        # Not wait_for: a TimeoutError that the user's code raises is an error like any other.
+        await asyncio.wait([task], timeout=min(left, _SLICE))
+        left -= min(time.monotonic() - began, 2 * _SLICE)
     return task
 
 

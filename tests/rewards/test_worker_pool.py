@@ -149,9 +149,8 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
 def test_an_answer_that_came_in_time_counts_though_it_is_read_late(pooled, monkeypatch):
     length = pooled("length", timeout=1.0)
     rewards(length, ["a", "b"])  # both processes have begun
-    looks = itertools.count()  # at the clock: for the deadline, before the answer is read, and behind it
-    late = SimpleNamespace(monotonic=lambda: time.monotonic() + 10 * (next(looks) > 1))
-    monkeypatch.setattr(process_module, "time", late)
+    looks = itertools.count()  # at the clock, of a process that is stopped for ten seconds between any two
+    monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 10 * next(looks)))
     assert rewards(length, ["bb"]) == [[2]]
 
 

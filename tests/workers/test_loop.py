@@ -229,6 +229,33 @@ def test_leases_live_while_the_engine_is_busy(pool, trainer, tmp_path, monkeypat
         engine.go.set()
 
 
+def test_a_worker_in_the_middle_of_a_group_leaves_those_of_other_weights_to_others(
+    pool, trainer, tmp_path, monkeypatch
+):
+    def recorded(client: PoolClient, request: Lease):
+        leased = lease(client, request)
+        given.extend(task.group for task in leased.tasks)
+        return leased
+
+    lease, given = PoolClient.lease, []
+    monkeypatch.setattr(PoolClient, "lease", recorded)
+    monkeypatch.setattr(loop, "RENEWALS", 100)  # of the pool's 30 s
+    busy = PlainEngine(capacity=2, holds=True)
+    trainer.publish(0)
+    old = trainer.put_tasks(0, range(1))
+    with working(pool, tmp_path / "busy", busy):
+        wait_until(lambda: busy.drawing == 1)
+        trainer.learn(seed=1)
+        trainer.publish(1, delta=True)
+        new = trainer.put_tasks(1, range(1, 2))
+        wait_until(lambda: 1 in given)
+        with working(pool, tmp_path / "free", PlainEngine()):
+            trainer.wait(new)
+        assert busy.drawing == 1
+        busy.go.set()
+        trainer.wait(old)
+
+
 def test_an_engine_that_fails_is_started_again_and_loses_no_group(pool, trainer, tmp_path, caplog):
     engine = PlainEngine(capacity=2)
     engine.failing = 2
