@@ -17,6 +17,7 @@ from itertools import count
 import torch.distributed as dist
 
 from grpo.config.errors import first_here, say_once
+from grpo.model.memory import ranks_here
 from grpo.run.metrics import PhaseClock
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Watchdog:
             except RuntimeError:  # rank 0 did not open the store within five minutes
                 continue
             try:
-                if not self.met:
+                if not self.met and ranks_here(self._world_size) < self._world_size:
                     self._end_if_misplaced(store)
                 store.set(keys[self._rank], json.dumps(asdict(self._position(worker, beat))))
                 if not self._states:
@@ -124,18 +125,18 @@ class Watchdog:
 
     def _end_if_misplaced(self, store: dist.TCPStore) -> None:
         """End this process if it, or another rank, counts other ranks than the first that came, or is a rank that
-        another process is too: they would wait for each other until TIME_OUT."""
-        ranks, place = str(self._world_size), f"{socket.gethostname()}, process {os.getpid()}"
+        another machine's process is too: they would wait for each other until TIME_OUT."""
+        ranks, place = str(self._world_size), socket.gethostname()
         if (other := store.compare_set("ranks", "", ranks).decode()) != ranks:
             message = f"one machine counts {other} ranks, another one {ranks}: all must see equally many GPUs"
             store.set("misplaced", f"{message}, and have the same nproc_per_node and nnodes")
         elif (other := store.compare_set(f"places/{self._rank}", "", place).decode()) != place:
-            message = f"rank {self._rank} was started twice, as {other} and as {place}"
+            message = f"rank {self._rank} was started twice, on {other} and on {place}"
             store.set("misplaced", f"{message}: each machine has its own node_rank")
         if store.check(["misplaced"]):
             say_once(store.get("misplaced").decode())
             time.sleep(0 if self._rank else 2 * BEAT)  # rank 0 has the store, in which the others read it
-            os._exit(2)
+            os._exit(1)
 
     def _watch(self) -> None:
         """Log every stall, each time after twice as long, until closed."""

@@ -109,11 +109,13 @@ def test_two_machines_do_what_two_ranks_on_one_do(cluster, undisturbed):
         ("--nproc_per_node=2", "one machine counts [24] ranks, another one [24]: all must see equally many GPUs"),
         (
             "--node_rank=0",
-            "rank 0 was started twice, as .*, process [0-9]+ and as .*: each machine has its own node_rank",
+            "rank 0 was started twice, on node-[12] and on node-[12]: each machine has its own node_rank",
         ),
     ],
 )
 def test_machines_that_were_started_otherwise_end_at_once(cluster, mistake, sentence):
+    if cluster.network["node-1"].host == cluster.network["node-2"].host:
+        pytest.skip("both machines are this one")
     with cluster.launched(cluster.folder / "run", last=mistake) as launchers:
         assert 0 not in [launcher.wait(timeout=60) for launcher in launchers]
     for output in map(cluster.output, NAMES):
