@@ -109,6 +109,7 @@ class StopSignals:
             if self._launcher:
                 self._launcher_hold = _hold(self._launcher)
             print(f"\n{reason}: stopping after this step; once more ends it at once", file=sys.stderr, flush=True)
+        self._asked_at = time.monotonic()  # again: a terminal may have stopped the print for longer than _GRACE
 
 
 class _Output:

@@ -42,6 +42,7 @@ def lock_run(folder: Path) -> None:
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # it stays open
     began, is_waiting = time.monotonic(), False
     while True:
+        looked = time.monotonic()
         try:
             # A record lock and not flock: a forked process does not inherit it, and NFS supports it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +54,7 @@ def lock_run(folder: Path) -> None:
             log.warning("%s cannot be locked (%s): see to it that no other trainer writes there", folder, reason)
             break
         longest = _WAIT if holder.endswith((f" on {socket.gethostname()}", "unknown")) else _WAIT_FOR_MACHINE
-        if time.monotonic() > began + longest:
+        if looked > began + longest:
             os.close(file)
             raise ConfigError(
                 f"output_dir='{folder}': another trainer ({holder}) writes there: wait for its end, or name another "

@@ -78,8 +78,9 @@ class ModelFolder:
             return picture
         self._pictures.mkdir(exist_ok=True)
         self._patience(lambda: self._client.fetch_file(sha256, path))
-        kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._pictures.iterdir())
-        while len(kept) > 1 and sum(size for _, size, _ in kept) > _PICTURE_BYTES:
+        others = (file for file in self._pictures.iterdir() if file != path)  # whatever the clock said before
+        kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in others)
+        while kept and sum(size for _, size, _ in kept) + path.stat().st_size > _PICTURE_BYTES:
             kept.pop(0)[2].unlink()
         return path.read_bytes()
 
