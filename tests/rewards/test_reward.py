@@ -581,10 +581,11 @@ def test_math_verify_finds_expressions_different(math_verify, text, gold):
 
 
 @pytest.mark.slow
-def test_math_verify_is_cut_short_at_the_deadline(math_verify):
-    start = time.monotonic()
+def test_math_verify_is_cut_short_by_the_time_that_it_computes(math_verify):
+    assert correctness("1+x^2", "x^2+1") == 1.5
+    process = math_verify.process
     assert correctness("9^{9^{9^9}}", r"5^{3^2}+x") == 0.0
-    assert time.monotonic() - start < reward.math_process.deadline + 5
+    assert process.returncode == -signal.SIGPROF
     assert correctness("1+x^2", "x^2+1") == 1.5
 
 
@@ -612,7 +613,7 @@ def test_math_verify_ends_with_its_parent_even_in_a_computation_and_never_runs_i
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment, timeout=60)
     started, pid = done.stdout.split()
     assert started == "started"
-    assert wait_until_dead(int(pid), 4 * reward.math_process.deadline)
+    assert wait_until_dead(int(pid), 10 * reward.CPU_SECONDS)
 
 
 @settings(max_examples=30, deadline=None)
