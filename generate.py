@@ -71,8 +71,7 @@ def run(config: WorkerConfig) -> int:
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
         work = ThreadPoolExecutor(1, thread_name_prefix="worker").submit(worker.run)
         work.add_done_callback(lambda _: stop.set())
-        while not stop.wait(1.0):  # this thread handles a signal, also one that the system has given to another
-            pass
+        stop.wait()  # this thread waits for signals
         worker.close()
     if work.done():
         work.result()  # raises what ended it

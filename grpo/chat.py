@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import end_now
-from grpo.config.errors import ConfigError, RewardError, say_once
+from grpo.config.errors import ConfigError, RewardError, say_once, wake_main_thread
 from grpo.config.sampling_settings import ChatConfig
 from grpo.model.answering import model_settings
 
@@ -238,6 +238,7 @@ def main() -> int:
     config = parse_arguments(ChatConfig, __doc__, model_settings=model_settings)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdin.reconfigure(errors="replace")
+    wake_main_thread()
     try:
         talk(config, interactive)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """Which processes live."""
 
+import ctypes
 import re
 import signal
 import subprocess
@@ -62,3 +63,9 @@ def end_by_ctrl_c(process: subprocess.Popen, file: Path) -> list[int]:
     finally:
         process.kill()
     return below
+
+
+def signal_another_thread(process: subprocess.Popen, number: int) -> None:
+    """Give another thread than the main one a signal, as the system may after a stop."""
+    *_, other = psutil.Process(process.pid).threads()
+    ctypes.CDLL(None).tgkill(process.pid, other.id, number)

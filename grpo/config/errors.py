@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -76,8 +77,25 @@ def end_at_ctrl_c() -> None:
         signal.signal(signal.SIGINT, end)
 
 
+def wake_main_thread() -> None:
+    """Let a signal end what the main thread waits for, also one that the system gives to another thread, as it may
+    after Ctrl-Z and fg: Python calls the handlers in the main thread alone."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGURG, lambda *_: None)
+
+    def wake() -> None:
+        while True:
+            if {*os.read(read, 64)} != {signal.SIGURG}:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGURG)
+
+    threading.Thread(target=wake, name="signals", daemon=True).start()
+
+
 def on_end_signals(end: Callable[[int], None]) -> None:
     """Call `end` with the number of the first SIGINT or SIGTERM; a second one ends the process at once."""
+    wake_main_thread()
     numbers = signal.SIGINT, signal.SIGTERM
 
     def on_signal(number: int, _) -> None:

@@ -20,7 +20,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import end_by_ctrl_c, left_of, processes_below, wait_for_file
+from processes import end_by_ctrl_c, left_of, processes_below, signal_another_thread, wait_for_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
 from grpo.chat import AnswerPrinter, stopped_by_ctrl_c, talk
@@ -200,7 +200,7 @@ class Terminal:
     def press_ctrl_c(self, end: str) -> str:
         """Press it until the program answers: readline misses a signal that comes just before it waits for a key."""
         for _ in range(10):
-            self.process.send_signal(signal.SIGINT)
+            signal_another_thread(self.process, signal.SIGINT)
             if select.select([self.master], [], [], 5)[0]:
                 break
         return self.until(end)

@@ -1,14 +1,13 @@
 """generate.py as a program: what it imports, its signals, its exit codes."""
 
-import ctypes
 import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from pools import Trainer, running_pool
+from processes import signal_another_thread
 from servers import wait_until
 
 from grpo.pool.client import PoolClient
@@ -75,9 +74,7 @@ def test_a_signal_in_the_middle_of_a_group_gives_it_back(pool, model_folder, tmp
     wait_until(lambda: trainer.client.status()["tasks"]["leased"] == 2, seconds=60)
     for worker in workers:  # a worker leases a group before its engine is up
         assert any("the engine draws on CPU, groups at a time: 1" in line for line in worker.stderr)
-    # As the system may do after a stop, it gives the signal to another thread than the main one.
-    *_, other = psutil.Process(workers[0].pid).threads()
-    ctypes.CDLL(None).tgkill(workers[0].pid, other.id, signal.SIGTERM)
+    signal_another_thread(workers[0], signal.SIGTERM)
     workers[1].send_signal(signal.SIGINT)
     for worker, code in zip(workers, (0, 130), strict=True):
         _, log = worker.communicate(timeout=60)
