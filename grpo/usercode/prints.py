@@ -20,6 +20,7 @@ class Prints:
         self._lock = threading.Lock()
         self._left, self._dropped = SHOWN_CHARACTERS, 0
         self._limited, self._stdout = 0, sys.stdout
+        self._limiting = _LimitedStream(sys.stdout, self)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -35,7 +36,11 @@ class Prints:
         """Limit the prints of all threads while one or more are inside."""
         with self._lock:
             if self._limited == 0:
-                self._stdout, sys.stdout = sys.stdout, _LimitedStream(sys.stdout, self)
+                if self._stdout is not sys.stdout:
+                    self._stdout, self._limiting = sys.stdout, _LimitedStream(sys.stdout, self)
+                # Kept afterwards: another thread's print() may be writing to it, which would crash, as it holds no
+                # reference (python/cpython#130163).
+                sys.stdout = self._limiting
             self._limited += 1
         try:
             yield
