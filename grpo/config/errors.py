@@ -114,12 +114,17 @@ def first_here() -> bool:
 def cores_here() -> int:
     """Return this rank's share of the cores that the machine, SLURM or a container gives. The deepspeed launcher and
     torchrun say how many ranks share them."""
-    ranks = launcher_number("LOCAL_SIZE", launcher_number("LOCAL_WORLD_SIZE", 1, least=1), least=1)
+    ranks = ranks_here(launcher_number("LOCAL_WORLD_SIZE", 1, least=1))
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def rank_count() -> int:
     return launcher_number("WORLD_SIZE", 1, least=1)
+
+
+def ranks_here(unsaid: int) -> int:
+    """Return how many of a run's ranks are on this machine, or `unsaid` if the launcher does not say it."""
+    return launcher_number("LOCAL_SIZE", unsaid, least=1)
 
 
 def launcher_number(name: str, default: int, least: int = 0, most: float = math.inf) -> int:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, ranks_here
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.hub import refuse_unloadable
@@ -380,11 +380,6 @@ def fit(model: PreTrainedModel, quantization: str, longest: int) -> dict[int, in
 def smallest_card(memory: Memory) -> float:
     """Return the smallest of CARDS that is large enough; infinity if none is."""
     return next((card for card in CARDS if memory.total <= CARD_USABLE * card * GIB), math.inf)
-
-
-def ranks_here(ranks: int) -> int:
-    """Return how many of a run's ranks are on this machine, as the launcher says."""
-    return int(os.environ.get("LOCAL_SIZE", ranks))
 
 
 def machine_memory() -> int:

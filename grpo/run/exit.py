@@ -27,7 +27,16 @@ from typing import Any, NoReturn, TextIO
 import psutil
 
 from grpo.config.console import end_now, start_logging
-from grpo.config.errors import COMMAND, ConfigError, allow_open_files, first_here, is_first_rank, program_name, say_once
+from grpo.config.errors import (
+    COMMAND,
+    ConfigError,
+    allow_open_files,
+    first_here,
+    is_first_rank,
+    program_name,
+    ranks_here,
+    say_once,
+)
 
 _GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the first one, passed on by the launcher
 _LOOK = 0.5  # seconds between two looks at the launcher
@@ -86,8 +95,7 @@ class StopSignals:
                 self._handle(number)
 
     def _handle(self, number: int) -> None:
-        ranks_here = int(os.environ.get("LOCAL_SIZE", "1"))
-        if number == signal.SIGTERM and self._launcher and _count_children(self._launcher) < ranks_here:
+        if number == signal.SIGTERM and self._launcher and _count_children(self._launcher) < ranks_here(1):
             os._exit(128 + number)  # another rank has died, and the launcher ends the rest
         if not self.asked:
             self._ask(number, signal.Signals(number).name)

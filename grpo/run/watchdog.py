@@ -16,8 +16,7 @@ from itertools import count
 
 import torch.distributed as dist
 
-from grpo.config.errors import first_here, say_once
-from grpo.model.memory import ranks_here
+from grpo.config.errors import first_here, ranks_here, say_once
 from grpo.run.metrics import PhaseClock
 
 log = logging.getLogger(__name__)
@@ -124,8 +123,8 @@ class Watchdog:
             self._states = states
 
     def _end_if_misplaced(self, store: dist.TCPStore) -> None:
-        """End this process if it, or another rank, counts other ranks than the first that came, or is a rank that
-        another machine's process is too: they would wait for each other until TIME_OUT."""
+        """End this process if two machines count different numbers of ranks, or one rank was started on both: they
+        would wait for each other until TIME_OUT."""
         ranks, place = str(self._world_size), socket.gethostname()
         if (other := store.compare_set("ranks", "", ranks).decode()) != ranks:
             message = f"one machine counts {other} ranks, another one {ranks}: all must see equally many GPUs"

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.config.console import free_port
-from grpo.config.errors import ConfigError, one_line, rank_count
+from grpo.config.errors import ConfigError, one_line, rank_count, ranks_here
 from grpo.config.fields import find_file
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, p2p_hint, wants_card
 from grpo.model.load import float32_weights, resolve_dtype
 from grpo.model.logprobs import body_of
 from grpo.model.lora import require_packages
-from grpo.model.memory import machine_memory, ranks_here
+from grpo.model.memory import machine_memory
 from grpo.model.sharded import is_sharded, whole
 from grpo.run.collective import gather, own_place
 from grpo.run.watchdog import TIME_OUT, Watchdog
@@ -203,10 +203,15 @@ def start_engine(
     return engine, schedule
 
 
+def is_away(zero: dict, what: str) -> bool:
+    """Tell whether DeepSpeed keeps `offload_optimizer` or `offload_param` in the machine's memory."""
+    return zero.get(what, {}).get("device", "none") != "none"
+
+
 def check_host(config: TrainerConfig, zero: dict, model: nn.Module) -> None:
     """Raise ConfigError if an offloaded optimizer is larger than the machine's memory: the system would end the rank
     without a word, or another program."""
-    if not torch.cuda.is_available() or zero.get("offload_optimizer", {}).get("device", "none") == "none":
+    if not torch.cuda.is_available() or not is_away(zero, "offload_optimizer"):
         return
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     ranks, there = rank_count(), machine_memory()

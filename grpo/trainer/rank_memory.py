@@ -20,7 +20,7 @@ from grpo.model.pictures import KEPT_BYTES, PictureProcessor
 from grpo.model.shared_cache import GROW
 from grpo.model.trial import never_packed
 from grpo.sampling.rows import PREFILL_TOKENS, slots
-from grpo.trainer.deepspeed_engine import NORM_BLOCK, in_8_bits, in_parts, parameter_groups
+from grpo.trainer.deepspeed_engine import NORM_BLOCK, in_8_bits, in_parts, is_away, parameter_groups
 from grpo.trainer.inputs import Inputs
 from grpo.wire.picture_files import PicturedPrompt
 
@@ -98,7 +98,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     config, cuda, item = work.config, device_type == "cuda", model.dtype.itemsize
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     share, largest, zero = -(-sum(sizes) // work.ranks), max(sizes), ds_config["zero_optimization"]
-    offloads = _is_away(zero, "offload_optimizer")
+    offloads = is_away(zero, "offload_optimizer")
     # DeepSpeed adds gradients in 16 bits up in one piece in fp32, which AdamW reads too.
     in_fp32 = item == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     eight_bit = sum(weight.numel() for weight in in_8_bits(model)) if config.optim == "adamw_8bit" else 0
@@ -118,7 +118,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         optimizer |= terms
     in_host = cuda and offloads
     host = optimizer | {"a checkpoint as it is read": max(0, 4 * share - not_yet)} if in_host else {}
-    if shares and cuda and _is_away(zero, "offload_param"):
+    if shares and cuda and is_away(zero, "offload_param"):
         host["weights"] = standing.pop("weights")
     if cuda and config.activation_offloading:
         text = model.config.get_text_config()
@@ -190,10 +190,6 @@ def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memo
         "head's gradient": gradient,  # until the embeddings' is there, if tied
         **memory.beside_products(model, config.quantization, work.tokens),
     }
-
-
-def _is_away(zero: dict, what: str) -> bool:
-    return zero.get(what, {}).get("device", "none") != "none"
 
 
 # ZeRO-3's settings; these are DeepSpeed's defaults.

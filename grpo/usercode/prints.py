@@ -19,8 +19,10 @@ class Prints:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left, self._dropped = SHOWN_CHARACTERS, 0
-        self._limited, self._stdout = 0, sys.stdout
-        self._limiting = _LimitedStream(sys.stdout, self)
+        self._limited, self.stdout = 0, sys.stdout
+        # Never freed: another thread's print() may be writing to it when the last call ends, and holds no reference,
+        # which would crash (python/cpython#130163).
+        self._limiting = _LimitedStream(self)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -35,12 +37,9 @@ class Prints:
     def limited(self) -> Iterator[None]:
         """Limit the prints of all threads while one or more are inside."""
         with self._lock:
-            if self._limited == 0:
-                if self._stdout is not sys.stdout:
-                    self._stdout, self._limiting = sys.stdout, _LimitedStream(sys.stdout, self)
-                # Kept afterwards: another thread's print() may be writing to it, which would crash, as it holds no
-                # reference (python/cpython#130163).
-                sys.stdout = self._limiting
+            # The user's code may have put the limiting one back after its call.
+            if self._limited == 0 and sys.stdout is not self._limiting:
+                self.stdout, sys.stdout = sys.stdout, self._limiting
             self._limited += 1
         try:
             yield
@@ -48,7 +47,7 @@ class Prints:
             with self._lock:
                 self._limited -= 1
                 if self._limited == 0:
-                    sys.stdout = self._stdout
+                    sys.stdout = self.stdout
 
     def end_batch(self) -> None:
         """Begin another batch; log how much was left out."""
@@ -77,17 +76,17 @@ class Prints:
 
 
 class _LimitedStream:
-    """A stream whose text goes through Prints."""
+    """A stream whose text goes through Prints to the stdout that it stands for."""
 
-    def __init__(self, stream: TextIO, prints: Prints) -> None:
-        self._stream, self._prints = stream, prints
+    def __init__(self, prints: Prints) -> None:
+        self._prints = prints
 
     def write(self, text: str) -> int:
-        self._prints.write(text, self._stream)
+        self._prints.write(text, self._prints.stdout)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self._prints.stdout, name)
 
 
 PRINTS = Prints()

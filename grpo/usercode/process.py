@@ -28,15 +28,19 @@ from grpo.usercode.prints import PRINTS
 
 _START_SECONDS = 300.0  # to import the user's files; not a part of a call's deadline
 END_SECONDS = 30.0  # to kill all descendants
-# Seconds of a wait at a time. Each counts twice at most: where this process is stopped or gets no processor, the user's
-# code may have had none either, and its answer may lie here unread.
-_SLICE = 0.25
+_SLICE = 0.25  # seconds of a wait at a time
 _LATE_CHUNKS = 64  # of an answer, read after its deadline; more is a flood
 
 
 def count_processes() -> int:
     """Return one process per core of this rank, and two at least: one call may hang."""
     return max(2, min(16, cores_here()))
+
+
+def _awake_since(began: float) -> float:
+    """Return how long a wait of at most _SLICE took, twice that at most: where this process is stopped or gets no
+    processor, the user's code may have had none either, and its answer may lie here unread."""
+    return min(time.monotonic() - began, 2 * _SLICE)
 
 
 class CallLost(Exception):
@@ -158,7 +162,7 @@ class UserProcess:
                 if self._left <= 0:
                     raise
             finally:
-                self._left -= min(time.monotonic() - began, 2 * _SLICE)
+                self._left -= _awake_since(began)
 
     def _read_line(self) -> bytes:
         """Read a line. Raises TimeoutError if it does not come in time, EOFError at the end."""
@@ -193,7 +197,7 @@ async def ended_within(seconds: float | None, call: Coroutine) -> asyncio.Task:
         began = time.monotonic()
         # Not wait_for: a TimeoutError that the user's code raises is an error like any other.
         await asyncio.wait([task], timeout=min(left, _SLICE))
-        left -= min(time.monotonic() - began, 2 * _SLICE)
+        left -= _awake_since(began)
     return task
 
 
