@@ -31,7 +31,7 @@ from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, LOWERED, ConfigError, program_name, say_once
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
-from grpo.config.record_settings import settings_in
+from grpo.config.trainer import settings_in
 from grpo.report.status import is_ready
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import read_records

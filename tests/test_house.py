@@ -124,7 +124,7 @@ def test_the_page_installs_what_a_worker_imports():
 
 
 def test_the_server_does_not_know_the_trainers_settings():
-    trainers = {f"grpo/config/{name}.py" for name in ("trainer", "record_settings", "loss_settings")}
+    trainers = {f"grpo/config/{name}.py" for name in ("trainer", "loss_settings")}
     assert not reached(REPOSITORY / "ref_server.py") & trainers
 
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from grpo.config.errors import ConfigError
 from grpo.config.fields import PACKAGE, PROGRAMS
-from grpo.config.record_settings import RecordSection
-from grpo.config.trainer import TrainerConfig
+from grpo.config.trainer import RecordSection, TrainerConfig
 from grpo.data.mixture import weights_of
 from grpo.data.records import Example
 from grpo.run import run_folder

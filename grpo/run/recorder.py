@@ -25,8 +25,7 @@ import torch
 from grpo.config.command_line import write_config
 from grpo.config.errors import COMMAND, ConfigError, one_line
 from grpo.config.fields import PROGRAMS
-from grpo.config.record_settings import RecordSection
-from grpo.config.trainer import TrainerConfig
+from grpo.config.trainer import RecordSection, TrainerConfig
 from grpo.run.collective import gather
 from grpo.run.folder import SaveError
 from grpo.run.json_lines import keep_pictures, read_record, to_json

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError
-from grpo.config.record_settings import RecordSection
+from grpo.config.trainer import RecordSection
 from grpo.run.json_lines import read_records
 
 log = logging.getLogger(__name__)
