@@ -24,9 +24,8 @@ from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
 from grpo.config.programs import WorkerConfig
 from grpo.pool.client import LeaseReply, PoolClient, Retrier, Stopped
 from grpo.pool.protocol import GroupResult, Lease, Task, Version
-from grpo.workers.engine import Engine, EngineError, WorkerFailed
+from grpo.workers.engine import Engine, EngineError, WorkerFailed, WorkerTools, check_given, open_turns
 from grpo.workers.weights_folder import ModelFolder, dtype_of
-from grpo.workers.worker_tools import WorkerTools, check_given, open_turns
 
 log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")

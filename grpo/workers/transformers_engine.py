@@ -29,9 +29,8 @@ from grpo.model.weights_file import named_weights
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
 from grpo.wire.picture_files import PictureError
-from grpo.workers.engine import EngineError, check_processor
+from grpo.workers.engine import EngineError, WorkerTools, check_processor
 from grpo.workers.weights_folder import dtype_of, versions_file
-from grpo.workers.worker_tools import WorkerTools
 
 _ROWS = 64  # at a time, on a card
 _GATHER = 0.01  # seconds in which the groups come that were leased together

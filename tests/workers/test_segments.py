@@ -12,8 +12,7 @@ from stored import TURNS
 from grpo.config.errors import RewardError
 from grpo.data.records import Outcome
 from grpo.pool.protocol import RunInfo, Task, check_drawn
-from grpo.workers.engine import draw_in_turns
-from grpo.workers.worker_tools import WorkerTools
+from grpo.workers.engine import WorkerTools, draw_in_turns
 
 RUN = RunInfo("0" * 16, "run", 100, [2], 8, 40, 1.0, 0, "0" * 64, in_flight_weight_updates=True, turns=TURNS)
 TASK = Task(3, 0, 0, [5, 6, 7], '{"secret": 1}')

@@ -35,10 +35,9 @@ from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import load_processor, vision_parameters
 from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
 from grpo.wire.picture_files import PicturedPrompt
-from grpo.workers.engine import EngineError, WorkerFailed
+from grpo.workers.engine import EngineError, WorkerFailed, WorkerTools
 from grpo.workers.vllm_engine import SERVER, VllmEngine
 from grpo.workers.vllm_process import VllmServer
-from grpo.workers.worker_tools import WorkerTools
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")

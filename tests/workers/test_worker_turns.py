@@ -8,7 +8,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerConfig
 from grpo.pool.protocol import RunInfo
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
-from grpo.workers.worker_tools import check_found, check_given
+from grpo.workers.engine import check_found, check_given
 
 PLAIN = RunInfo("0" * 16, "runs/a", 100, [2], 8, 40, 1.0, 0, "0" * 64)
 DEFAULTS = dict(zip(SETTINGS, (None, None, 2048, "auto", None), strict=True))
