@@ -1,4 +1,5 @@
-"""The service of a model: loads it, reads and scores requests, and describes itself at /health and /status."""
+"""The service of a model: loads it, reads requests and checks their pictures, scores them, and describes itself at
+/health and /status."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from grpo.config.server import ServerConfig
 from grpo.server.http import THREADS
 from grpo.server.monitor import add_up
 from grpo.server.service import Service
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
-from grpo.wire.refusals import ProtocolError
+from grpo.wire.picture_files import PicturedPrompt, PictureError, pictures_of
+from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.rewards import RewardAnswer
 
 if TYPE_CHECKING:  # loaded after the port is taken
     import torch
     from transformers import PreTrainedModel
+
+    from grpo.model.pictures import PictureProcessor, Vision
 
 log = logging.getLogger("ref_server")
 
@@ -31,6 +37,8 @@ MOST_REQUESTS = THREADS - 8  # requests for the model
 MOST_SEQUENCES = 4096  # of one request: a trainer sends a group or some small ones, some hundred at most
 _MOST_UPDATES = 4  # requests with weights
 _CHECK_SECONDS = 0.5  # how often a thread that waits for the model checks whether its client is still connected
+_KEPT_BYTES = 2 * 2**30  # of prepared pictures of requests that wait: 110,000 tokens of Qwen's
+_AT_ONCE = 2  # requests whose pictures are prepared at a time, so that the model's thread has its share of the cores
 
 
 class ModelService(Service):
@@ -74,7 +82,6 @@ class ModelService(Service):
         from grpo.model.load import enough_memory, load_reference, load_tokenizer
         from grpo.model.pictures import load_processor
         from grpo.model.trial import make_batcher
-        from grpo.server.request_pictures import PictureCheck
         from grpo.server.scorer import completion_logprobs
 
         config = self.config
@@ -164,3 +171,53 @@ class ModelService(Service):
             "max_batch_tokens": self.queue.budget if self.queue else 0,
             "queue": {"tokens": tokens, "requests": requests, **limits},
         }
+
+
+class PictureCheck:
+    """Checks the pictures of requests against the ids that stand for them, with the processor of a vision-language
+    model, before the requests wait. A request's own thread prepares its pictures, so that the scorer and other requests
+    need not wait for that. The processor keeps those that it prepared last; the scorer prepares the others again."""
+
+    def __init__(self, processor: PictureProcessor | None, vision: Vision | None):
+        self.processor, self.vision = processor, vision
+        if processor is not None:
+            processor.kept_bytes = _KEPT_BYTES
+        self._preparing = threading.Semaphore(_AT_ONCE)
+
+    def check(self, request: LogprobsRequest) -> None:
+        """Raise ProtocolError: 400 for a damaged picture, 422 for pictures that do not fit the model or the ids."""
+        if self.processor is None:
+            if request.pictures:
+                raise ProtocolError(422, "no_pictures", "this server's model takes no pictures: send text alone")
+            return
+        before = None
+        for row, (prompt, _) in enumerate(request.sequences()):
+            if prompt is not before:
+                with self._preparing if isinstance(prompt, PicturedPrompt) else nullcontext():
+                    self._check_prompt(row, prompt)
+            before = prompt
+
+    def _check_prompt(self, row: int, prompt: PicturedPrompt | np.ndarray) -> None:
+        places, made = int((np.asarray(prompt) == self.processor.token_id).sum()), 0
+        try:
+            for picture in pictures_of(prompt):
+                made += self.processor.count([picture])
+                if made > places:  # prepare no more pictures than the ids, which are limited, stand for
+                    break
+            if made == places > 0:
+                self.vision.first_position(prompt)
+        except PictureError as error:
+            raise malformed(f"a picture of sequence {row} {error}") from error
+        except MemoryError:
+            raise
+        # The code of processor and model may raise anything for a picture of an odd shape, or for ids in another order.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise _wrong(row, f"has pictures that this model cannot be fed ({reason})") from error
+        if made != places:
+            counts = f"{places} tokens of a picture (id {self.processor.token_id}), and its pictures make"
+            raise _wrong(row, f"has {counts} {'more' if made > places else made}")
+
+
+def _wrong(row: int, reason: str) -> ProtocolError:
+    return ProtocolError(422, "wrong_pictures", f"the prompt of sequence {row} {reason}")

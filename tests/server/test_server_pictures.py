@@ -19,8 +19,7 @@ from rounding import assert_rounded
 
 from grpo.config.server import ServerConfig
 from grpo.model import pictures
-from grpo.server.model_service import ModelService
-from grpo.server.request_pictures import PictureCheck
+from grpo.server.model_service import ModelService, PictureCheck
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.refusals import ProtocolError
