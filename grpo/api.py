@@ -33,8 +33,7 @@ from grpo.config.console import start_program
 from grpo.config.errors import ConfigError, first_here, one_line
 from grpo.config.fields import PROGRAMS
 from grpo.config.trainer import settings_in
-from grpo.run.json_lines import read_records
-from grpo.run.run_folder import check_unused, name_by_time
+from grpo.run.run_folder import check_unused, name_by_time, read_records
 
 if TYPE_CHECKING:
     import numpy as np

@@ -141,8 +141,7 @@ def _split(config: EvaluateConfig) -> str:
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
     """Make the folder: config.yaml, metrics.json, completions.jsonl in the order of the problems, and pictures."""
     from grpo.config.command_line import write_config
-    from grpo.run.json_lines import keep_pictures, to_json
-    from grpo.run.run_folder import writable
+    from grpo.run.run_folder import keep_pictures, to_json, writable
 
     with writable("output", folder):
         folder.mkdir(parents=True, exist_ok=True)

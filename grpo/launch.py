@@ -34,8 +34,7 @@ from grpo.config.programs import LaunchConfig
 from grpo.config.trainer import settings_in
 from grpo.report.status import is_ready
 from grpo.run.exit import exit_code
-from grpo.run.json_lines import read_records
-from grpo.run.run_folder import find_run_folder, finished_steps
+from grpo.run.run_folder import find_run_folder, finished_steps, read_records
 
 log = logging.getLogger("grpo.launch")
 

@@ -124,7 +124,7 @@ class StepBatch:
 
     def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what
-        these reward functions give it; pictures are bytes, for grpo/run/json_lines.py."""
+        these reward functions give it; pictures are bytes, for grpo/run/run_folder.py."""
         samples = iter(self.samples)
         advantages = [{place: next(samples).advantage for place in group.trained} for group in self.groups]
         return [

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 
 from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError
-from grpo.run.json_lines import FOLDER, read_record
+from grpo.run.run_folder import PICTURES, read_record
 
 LONGEST_TEXT = 20_000
 """characters that are kept of a prompt, completion or answer: four fifths from its beginning, the rest from its end"""
@@ -195,7 +195,7 @@ def _is_number(value: Any) -> bool:
 def read_pictures(run: RecordedRun, blocks: Sequence[dict[str, Any]], size: int) -> dict[str, str]:
     """Return the pictures that blocks of `read_completions` name, as data URLs by name, in about `size` bytes. If not
     all fit, those of training are left out evenly. A note of the run counts them."""
-    folder, sizes, shown = run.folder / FOLDER, dict[str, int](), list[str]()
+    folder, sizes, shown = run.folder / PICTURES, dict[str, int](), list[str]()
     for phase in ("eval", "train"):  # every evaluation has the same held-out problems, each step of training has others
         groups = [group for block in blocks if block["phase"] == phase for group in block["groups"]]
         names = dict.fromkeys(name for group in groups for name in group.get("pictures", ()) if name not in sizes)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from grpo.config.loss_settings import is_users_own
 from grpo.report.read import RecordedRun, read_run
-from grpo.run.json_lines import with_error
+from grpo.run.run_folder import with_error
 
 _HELD_OUT = {
     "accuracy": "eval_accuracy",

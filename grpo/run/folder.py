@@ -27,8 +27,7 @@ from grpo.data.chat_template import with_system_prompt
 from grpo.model.answering import write_answering
 from grpo.model.lora import merged
 from grpo.model.pictures import PictureProcessor
-from grpo.run.json_lines import read_records, with_error
-from grpo.run.run_folder import PROGRESS, nearest_existing, step_of, write_progress
+from grpo.run.run_folder import PROGRESS, nearest_existing, read_records, step_of, with_error, write_progress
 
 log = logging.getLogger(__name__)
 

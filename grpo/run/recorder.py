@@ -28,8 +28,8 @@ from grpo.config.fields import PROGRAMS
 from grpo.config.trainer import RecordSection, TrainerConfig
 from grpo.run.collective import gather
 from grpo.run.folder import SaveError
-from grpo.run.json_lines import keep_pictures, read_record, to_json
 from grpo.run.preflight import LIBRARIES
+from grpo.run.run_folder import keep_pictures, read_record, to_json
 
 log = logging.getLogger(__name__)
 

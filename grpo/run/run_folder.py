@@ -1,15 +1,21 @@
 """The folder of a run or an evaluation: finds, checks, makes and locks it, and finds and checks its checkpoints.
-Imports no torch: grpo.launch checks the folder before it starts anything."""
+Imports no torch: grpo.launch checks the folder before it starts anything.
+
+Writes and reads its files with a JSON record per line too: metrics.jsonl, completions.jsonl, bad_steps.jsonl,
+starts.jsonl. Pictures of recorded prompts are files beside the record, named by a digest of their bytes and written
+once.
+"""
 
 import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,13 +23,14 @@ from typing import Any
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import RecordSection
-from grpo.run.json_lines import read_records
+from grpo.wire.picture_files import SIGNATURES
 
 log = logging.getLogger(__name__)
 
 FORMAT = 6
 PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a folder that has it is complete
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
+PICTURES = "pictures"  # the folder of the pictures of recorded prompts
 
 _WAIT = 20.0  # seconds that a killed process may take to end
 _WAIT_FOR_MACHINE = 180.0  # the same of a machine that is lost: NFS keeps its locks for a lease, mostly 90 s
@@ -239,3 +246,56 @@ def _sum_file(path: Path) -> list:
 
 def _sum_content(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Format one record and the line's end. NaN and infinite numbers become null: JSON has neither."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
+
+
+def read_record(raw: bytes) -> dict[str, Any] | None:
+    """Parse a line of a run's files; return None if it is damaged or has no step."""
+    try:
+        record = json.loads(raw.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 0 <= step < 2**53 else None
+
+
+def read_records(path: Path, marker: bytes = b"") -> list[dict[str, Any]]:
+    """Return the records of a run's file whose lines have these bytes; none without the file."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as lines:
+        return [record for line in lines if marker in line and (record := read_record(line)) is not None]
+
+
+def with_error(row: Mapping[str, float], name: str) -> str:
+    """Format a metric and, if the row has it, its standard error: 0.250 ± 0.054."""
+    error = row.get(f"{name}_se")
+    return f"{row[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def keep_pictures(folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write the pictures of records into `folder`/pictures. Return the records with these files' names instead."""
+    return [
+        record | {"pictures": [_keep_picture(folder / PICTURES, picture) for picture in pictures]}
+        if (pictures := record.get("pictures"))
+        else record
+        for record in records
+    ]
+
+
+def _keep_picture(folder: Path, picture: bytes) -> str:
+    kind = next(kind for kind, first in SIGNATURES.items() if picture.startswith(first))
+    name = f"{hashlib.sha256(picture).hexdigest()[:16]}.{kind}"
+    if not (folder / name).exists():
+        folder.mkdir(exist_ok=True)
+        unfinished = folder / f"{name}.unfinished"
+        unfinished.write_bytes(picture)
+        os.replace(unfinished, folder / name)  # a run that is killed leaves no half of a picture
+    return name

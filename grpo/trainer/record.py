@@ -21,8 +21,7 @@ from grpo.rewards.functions import TrainerState, format_user_stack
 from grpo.run.collective import from_first, gather
 from grpo.run.exit import EndRun
 from grpo.run.folder import save_model, use_best
-from grpo.run.json_lines import with_error
-from grpo.run.run_folder import damage
+from grpo.run.run_folder import damage, with_error
 from grpo.trainer.deepspeed_engine import whole_weights
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
