@@ -40,7 +40,7 @@ from grpo.algorithm.loss import applied_entropy_coef
 from grpo.client.server_errors import ServerError
 from grpo.config.errors import RewardError
 from grpo.report.curves import draw_curves
-from grpo.report.summary import summary
+from grpo.report.read import summary
 from grpo.run.collective import on_first
 from grpo.run.exit import run_to_the_end
 from grpo.run.folder import SaveError, open_repo, push_model

@@ -1,4 +1,5 @@
-"""Reads a run's files: metrics, settings, starts, and a selection of completions and pictures.
+"""Reads a run's files: metrics, settings, starts, and a selection of completions and pictures. Makes the table at
+the end of a run: its first and its last numbers, and the next commands.
 
 The run may have been killed in the middle of a line, may be running, or may have been resumed from an earlier step.
 `RecordedRun.notes` names everything that cannot be read and is left out.
@@ -8,6 +9,7 @@ import base64
 import functools
 import json
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -20,7 +22,8 @@ from PIL import Image, ImageOps
 
 from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError
-from grpo.run.run_folder import PICTURES, read_record
+from grpo.config.loss_settings import is_users_own
+from grpo.run.run_folder import PICTURES, read_record, with_error
 
 LONGEST_TEXT = 20_000
 """characters that are kept of a prompt, completion or answer: four fifths from its beginning, the rest from its end"""
@@ -32,6 +35,19 @@ _PICTURE = re.compile(r"\w+\.(png|jpg)")
 MOST_SEGMENTS = 200  # segments that are kept of a completion with tools or an environment
 _NO_FACTS = {"step", "phase", "prompt", "completion", "messages", "answer"}
 _LARGEST = 1e300  # a larger number, which only a damaged file has, is left out: plots could not compute with it
+# The metric of each row of summary's table.
+_HELD_OUT = {
+    "accuracy": "eval_accuracy",
+    "reward": "eval_reward",
+    "format": "eval_format",
+    "tokens per completion": "eval_completions/mean_length",
+}
+_TRAINING = {
+    "mean reward": "reward",
+    "KL to the reference": "kl",
+    "tokens per completion": "completions/mean_length",
+    "cut at max_completion_length": "completions/clipped_ratio",
+}
 
 
 @dataclass
@@ -225,3 +241,52 @@ def _data_url(path: Path) -> str:
         small.save(file, "JPEG", quality=80)
         data, kind = file.getvalue(), "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def summary(folder: Path) -> str:
+    """Return the table of the run in `folder`. Raises ConfigError if it has no step."""
+    run = read_run(folder)
+    evaluated = [row for row in run.rows.values() if "eval_n" in row]
+    trained = [row for row in run.rows.values() if "num_tokens" in row]
+    lines: list[str] = []
+    if len(evaluated) > 1:
+        title = f"{evaluated[0]['eval_n']:.0f} held-out problems, greedy"
+        lines += _table(title, "before", "after", _HELD_OUT, evaluated)
+    if trained:
+        lines += _table("training, sampled", "first step", "last step", _TRAINING, trained)
+    seconds = sum(row.get("step_time", 0.0) for row in run.rows.values())
+    lines.append(f"{max(run.rows)} steps, {trained[-1]['num_tokens']:,.0f} tokens, {duration(seconds)} in steps.")
+    return "\n".join(lines + _next_commands(run))
+
+
+def _table(title: str, left: str, right: str, names: dict[str, str], rows: list[dict[str, float]]) -> list[str]:
+    first, last = rows[0], rows[-1]
+    return [f"{title:34} {left:>15} {right:>15}"] + [
+        f"  {label:32} {with_error(first, name):>15} {with_error(last, name):>15}"
+        for label, name in names.items()
+        if name in first and name in last
+    ]
+
+
+def duration(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds) // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
+def _next_commands(run: RecordedRun) -> list[str]:
+    folder, code = shlex.quote(str(run.folder)), ""
+    if tools := run.settings.get("tools"):
+        code += f" --tools {shlex.join(map(str, tools))}"
+    if environment := run.settings.get("environment"):
+        code += f" --environment {shlex.quote(str(environment))}"
+    rewards, names = "", list(map(str, run.settings.get("reward_funcs") or []))
+    if any(map(is_users_own, names)):  # evaluation does not take these from the model's folder, nor then their weights
+        rewards = f" --reward_funcs {shlex.join(names)}"
+        if set(weights := run.settings.get("reward_weights") or []) - {1}:
+            rewards += f" --reward_weights {shlex.join(map(str, weights))}"
+    return [
+        f"talk to it:    grpo chat --model {folder}/model{code}",
+        f"evaluate it:   grpo eval --model {folder}/model{code}{rewards}",
+        f"serve it:      as {folder}/model/README.md says",
+        f"see its page:  grpo report {folder}",
+    ]

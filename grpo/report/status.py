@@ -21,8 +21,7 @@ from pathlib import Path
 import requests
 
 from grpo.config.errors import program_name
-from grpo.report.read import RecordedRun, read_run
-from grpo.report.summary import duration
+from grpo.report.read import RecordedRun, duration, read_run
 from grpo.run.exit import exit_code
 from grpo.run.run_folder import LOCK, checkpoints, finished_steps
 

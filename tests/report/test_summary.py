@@ -5,7 +5,7 @@ import json
 import pytest
 from recorded import write_rows
 
-from grpo.report.summary import summary
+from grpo.report.read import summary
 
 BEFORE = {"step": 0, "eval_n": 64, "eval_accuracy": 0.25, "eval_accuracy_se": 0.054}
 AFTER = {"eval_n": 64, "eval_accuracy": 0.9, "eval_accuracy_se": 0.037}
