@@ -2,14 +2,15 @@
 
     grpo launch --config configs/lora_24gb.yaml
     grpo launch --nproc_per_node 2 --config configs/demo_cpu.yaml
-    grpo launch --nnodes 2 --node_rank 0 --master_addr node-1 --token_file token --output_dir /shared/run ...
+    grpo launch --workers 2 --config configs/lora_24gb.yaml
+    grpo launch --on slurm --nnodes 2 --gpus_per_node 8 --config configs/two_nodes.yaml --output_dir /shared/run
 
-The second needs no GPU: it starts two CPU processes. The third is started on each of two machines, on the other one
-with --node_rank 1. The options are those of `ref_server.py` and `grpo_ref_split.py`. With two GPUs or more the server
-gets the last one (of machine 0); with one GPU it shares that with the trainer. `--beta 0`, `--ref local` or
-adapter_off, and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its step and save, then everything
-ends; a second Ctrl-C ends at once. On one machine, a run whose process was killed continues by itself, and so does one
-out of memory: twice, with half of the setting that failed.
+The second needs no GPU: it starts two CPU processes. The third gives two GPUs to workers, which draw. The last starts
+it on two machines that SLURM gives; --on ssh, ray and k8s are others. The options are those of `ref_server.py` and
+`grpo_ref_split.py`. With two GPUs or more the server gets the last one (of machine 0); with one GPU it shares that with
+the trainer. `--beta 0`, `--ref local` or adapter_off, and `--ref_servers URL` start no server. Ctrl-C lets the trainer
+finish its step and save, then everything ends; a second Ctrl-C ends at once. On one machine, a run whose process was
+killed continues by itself, and so does one out of memory: twice, with half of the setting that failed.
 """
 
 import json
@@ -23,30 +24,53 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
+from grpo.clusters.plan import MOST_FAILURES, FailureCount, Share, pool_words, roles_of, share_of, table
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import free_port, start_program
-from grpo.config.errors import COMMAND, LOWERED, ConfigError, program_name, say_once
+from grpo.config.errors import COMMAND, LOWERED, say_once, typed_command
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.trainer import settings_in
 from grpo.report.status import is_ready
 from grpo.run.exit import exit_code
-from grpo.run.run_folder import find_run_folder, finished_steps, read_records
+from grpo.run.run_folder import find_run_folder, finished_steps
 
 log = logging.getLogger("grpo.launch")
 
 _GRACE = 30.0  # seconds in which the other ranks may end by themselves after one has failed
 _AFTER_FIRST = 2.0  # the same after the first rank, whose error the others would say again (say_once)
 _MOST_LOWERED = 2  # times that a run out of memory continues with a lower setting
-_MOST_FAILURES = 3  # times that the ranks, or a server, are killed without a step in between
 _POLL = 0.2  # seconds between two looks at the processes
 
 
 def launch(config: LaunchConfig) -> int:
-    """Run server and trainer to the trainer's end. Return the exit code of the first failed rank, else 0 if the run is
+    """Run all programs of the plan, here or on an engine, to the trainer's end. Return the exit code. Raises
+    ConfigError."""
+    if config.on != "local":
+        try:
+            engine = import_module(f"grpo.clusters.{config.on}")
+        except ModuleNotFoundError as error:
+            config.refuse("on", f"{sys.executable} has no {error.name}: pip install 'grpo-ref-split[{config.on}]'")
+        gpus_per_node, start = engine.gpus_per_node(config), engine.start
+    elif config.print_plan:
+        gpus_per_node = len(visible_cards())
+    else:
+        return launch_here(config)
+    roles = roles_of(config, gpus_per_node)
+    if config.print_plan:
+        print(table(roles), flush=True)
+        return 0
+    if config.on != "k8s":  # whose disk is not here
+        find_run_folder(config)
+    return start(config, roles)
+
+
+def launch_here(config: LaunchConfig) -> int:
+    """Run this machine's part to the trainer's end. Return the exit code of the first failed rank, else 0 if the run is
     done and 1 if it is not. Raises ConfigError if the ranks cannot share a step or a GPU, and as find_run_folder."""
     # The ranks would refuse it too, after seconds of imports. A folder without a name is chosen here, for all of them.
     run = find_run_folder(config)
@@ -63,8 +87,9 @@ def launch(config: LaunchConfig) -> int:
     if config.nnodes > 1:
         last = share.first + share.ranks - 1
         log.info("machine %d runs ranks %d to %d of %d", config.node_rank, share.first, last, share.world_size)
+        config.host = "0.0.0.0"
         if config.starts_server and not config.dry_run:
-            config.host, config.ref_servers = "0.0.0.0", [f"http://{config.master_addr}:{config.port}"]
+            config.ref_servers = [config.url_on_first(config.port)]
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
         programs = Programs(config, share, Path(folder))
         try:
@@ -90,44 +115,16 @@ def visible_cards() -> list[str]:
 
 
 @dataclass
-class Share:
-    """What this machine runs of `world_size` ranks: `ranks` of them on its `cards`, from number `first` on."""
+class Service:
+    """A program beside the ranks, which starts again when it ends: the reference server, the pool, a worker."""
 
-    first: int
-    ranks: int
-    world_size: int
-    cards: list[str]  # none: on the CPU
-    server_cards: list[str] | None  # None: no server
-
-
-def share_of(config: LaunchConfig, cards: list[str]) -> Share:
-    """Return the share of a machine with these GPUs, if all machines have as many. Raises ConfigError for more ranks
-    than GPUs."""
-    server_cards, left = (cards[-1:], cards[:-1] or cards) if config.starts_server else (None, cards)
-    on_first, on_others = (config.nproc_per_node or max(1, len(visible)) for visible in (left, cards))
-    world_size = on_first + (config.nnodes - 1) * on_others
-    if config.node_rank == 0:
-        share = Share(0, on_first, world_size, left, server_cards)
-    else:
-        share = Share(on_first + (config.node_rank - 1) * on_others, on_others, world_size, cards, None)
-    if share.cards and share.ranks > len(share.cards):
-        trainer = f"the trainer has {len(share.cards)} GPUs: use that many at most"
-        raise ConfigError(f"nproc_per_node={share.ranks}: {trainer}")
-    return share
-
-
-class FailureCount:
-    """Counts failures without a step of the run in between."""
-
-    def __init__(self, run: Path) -> None:
-        self._metrics, self._step, self._count = run / "metrics.jsonl", 0, 0
-
-    def is_last(self) -> bool:
-        """Count another failure. Return whether it is the third."""
-        step = max((record["step"] for record in read_records(self._metrics)), default=0)
-        self._count = 1 if step > self._step else self._count + 1
-        self._step = max(step, self._step)
-        return self._count == _MOST_FAILURES
+    name: str
+    words: list[str]
+    cards: list[str]
+    failures: FailureCount
+    url: str | None = None  # where it says that it is ready; None: it answers nobody
+    process: subprocess.Popen | None = None
+    was_ready: bool = False
 
 
 class Programs:
@@ -139,17 +136,17 @@ class Programs:
         self._config, self._share = config, share
         self._settings = folder / "config.yaml"
         self._lowered = folder / "lowered.json"  # a rank out of memory writes it
-        self._server_url = f"http://127.0.0.1:{config.port}"
         self._is_asked_to_stop = False
         self._ranks: list[subprocess.Popen] = []
-        self._server: subprocess.Popen | None = None
-        self._rank_failures, self._server_failures = (FailureCount(Path(config.output_dir)) for _ in range(2))
+        self._rank_failures = FailureCount(Path(config.output_dir))
+        self._services = [] if config.dry_run else self._plan_services()
 
     def run(self) -> int:
-        """Run server and trainer to the trainer's end, and return its exit code."""
+        """Run services and trainer to the trainer's end, and return its exit code."""
         self._write_settings()
-        if self._share.server_cards is not None and not self._config.dry_run:
-            self._start_server()
+        Path(self._config.output_dir).parent.mkdir(parents=True, exist_ok=True)  # for the pool's file
+        for service in self._services:
+            self._start_service(service)
         times_lowered = 0
         while True:
             self._start_trainer()
@@ -175,13 +172,30 @@ class Programs:
     def _write_settings(self) -> None:
         self._settings.write_text(to_yaml(asdict(self._config)), encoding="utf-8")
 
-    def _start_server(self) -> None:
-        """Start the reference server on its GPU; without one, on the CPU."""
-        self._server_was_ready = False
-        cards = self._share.server_cards
-        self._server = self._start("ref_server.py", cards, {})
-        place = f"GPU {cards[0]}" if cards else "the CPU"
-        log.info("the reference server starts on %s; its page is %s/", place, self._server_url)
+    def _plan_services(self) -> list[Service]:
+        config, share, run = self._config, self._share, Path(self._config.output_dir)
+        services, settings = [], ["--config", str(self._settings)]
+        if share.server_cards is not None:
+            url = f"http://127.0.0.1:{config.port}"
+            server = ["ref_server.py", *settings]
+            services.append(Service("the reference server", server, share.server_cards, FailureCount(run), url))
+        if config.workers_beside and config.node_rank == 0:
+            address = ["--host", config.host, "--port", str(config.pool_port)]
+            token = ["--token_file", config.token_file] if config.token_file else []
+            url = f"http://127.0.0.1:{config.pool_port}"
+            services.append(Service("the pool", [*pool_words(config), *address, *token], [], FailureCount(run), url))
+        for number, card in enumerate(share.worker_cards, 1):
+            words = ["generate.py", *settings, *shlex.split(config.worker_args or "")]
+            services.append(Service(f"worker {number}", words, [card], FailureCount(run)))
+        return services
+
+    def _start_service(self, service: Service) -> None:
+        """Start a service on its GPU; without one, on the CPU."""
+        service.was_ready = service.url is None
+        service.process = self._start(service.words, service.cards, {})
+        place = f"GPU {service.cards[0]}" if any(service.cards) else "the CPU"
+        page = f"; its page is {service.url}/" if service.url else ""
+        log.info("%s starts on %s%s", service.name, place, page)
 
     def _start_trainer(self) -> None:
         """Start a rank on each of its GPUs; without any, on the CPU."""
@@ -196,15 +210,16 @@ class Programs:
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), LOWERED: self._lowered}
         for rank in range(share.ranks):
             places = {"RANK": share.first + rank, "LOCAL_RANK": rank}
-            self._ranks.append(self._start("grpo_ref_split.py", share.cards, shared | places))
+            self._ranks.append(
+                self._start(["grpo_ref_split.py", "--config", str(self._settings)], share.cards, shared | places)
+            )
         if self._is_asked_to_stop:  # between two starts, when there was nobody to pass it on to
             self._pass_on(signal.SIGTERM)
 
-    def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
-        command = f"{program_name()} {shlex.join(sys.argv[1:])}"
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(cards), COMMAND: command} | environment
+    def _start(self, words: list[str], cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(cards), COMMAND: typed_command()} | environment
         environment = os.environ | {name: str(value) for name, value in environment.items()}
-        return start_program([str(PROGRAMS / program), "--config", str(self._settings)], environment)
+        return start_program([str(PROGRAMS / words[0]), *words[1:]], environment)
 
     def _pass_on(self, number: int, frame: FrameType | None = None) -> None:
         self._is_asked_to_stop = True
@@ -215,7 +230,7 @@ class Programs:
         """Wait until every rank has ended. Return the exit code of the first that failed, or 0."""
         code, deadline = 0, float("inf")
         while None in [process.poll() for process in self._ranks] and time.monotonic() < deadline:
-            if not code and (code := self._failure() or self._watch_server()):
+            if not code and (code := self._failure() or self._watch_services()):
                 deadline = time.monotonic() + _GRACE
             if self._ranks[0].returncode:
                 deadline = min(deadline, time.monotonic() + _AFTER_FIRST)
@@ -230,33 +245,35 @@ class Programs:
         """Return those of the ranks that have failed."""
         return [process.returncode for process in self._ranks if process.returncode]
 
-    def _watch_server(self) -> int:
-        """Restart a server that ended after it was ready, and return 0. Return the exit code of one that never was."""
-        if self._server is None:
-            return 0
-        if (code := self._server.poll()) is None:
-            if not self._server_was_ready:
-                self._server_was_ready = is_ready(self._server_url)
-            return 0
-        # With 2 it has refused a setting; that "ready" was of another server, on the same port.
-        if not self._server_was_ready or code == 2:
-            how = "before it was ready"
-        elif self._server_failures.is_last():
-            how = f"{_MOST_FAILURES} times without a step in between"
-        else:
-            log.warning("the reference server ended with code %d and starts again", code)
-            self._start_server()
-            return 0
-        say_once(f"{self._server_url}: the reference server ended {how}; its own message says why")
-        self._pass_on(signal.SIGTERM)
-        return code if code > 0 else 1
+    def _watch_services(self) -> int:
+        """Start those again that ended after they were ready, and return 0. Return the exit code of one that never was,
+        or that refuses a setting."""
+        for service in self._services:
+            if (code := service.process.poll()) is None:
+                service.was_ready = service.was_ready or is_ready(service.url)
+                continue
+            # With 2 it has refused a setting; that "ready" was of another server, on the same port.
+            if not service.was_ready or code == 2:
+                how = "before it was ready"
+            elif service.failures.is_last():
+                how = f"{MOST_FAILURES} times without a step in between"
+            else:
+                log.warning("%s ended with code %d and starts again", service.name, code)
+                self._start_service(service)
+                continue
+            place = f"{service.url}: " if service.url else ""
+            say_once(f"{place}{service.name} ended {how}; its own message says why")
+            self._pass_on(signal.SIGTERM)
+            return code if code > 0 else 1
+        return 0
 
     def end(self) -> None:
-        """Kill the ranks that are left, and let the server end."""
+        """Kill the ranks that are left, and let the services end, those first that ask others."""
         self._end_ranks()
-        if self._server is not None:
-            self._server.terminate()
-            self._server.wait()
+        for service in reversed(self._services):
+            if service.process is not None:
+                service.process.terminate()
+                service.process.wait()
 
     def _end_ranks(self) -> None:
         for process in self._ranks:

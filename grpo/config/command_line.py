@@ -64,6 +64,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         names = set()
         for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:bool":  # YAML's truths are on, off, yes and no too: `on: slurm`
+                key.tag = "tag:yaml.org,2002:str"
             if str(key.value) in names:
                 raise ComposerError(None, None, f"{key.value} stands twice: leave one of them out", key.start_mark)
             names.add(str(key.value))

@@ -54,11 +54,16 @@ _SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def start_program(words: list[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
-    """Start Python with these words in a session of its own, which a Ctrl-C in the terminal does not reach. If this
-    process is killed, the kernel kills it. `options` are Popen's; its streams are text."""
+    """Start Python with these words, as start_command does."""
+    return start_command([sys.executable, *words], environment, **options)
+
+
+def start_command(words: list[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
+    """Start a command in a session of its own, which a Ctrl-C in the terminal does not reach. If this process is
+    killed, the kernel kills it. `options` are Popen's; its streams are text."""
     die_together = partial(ctypes.CDLL(None).prctl, _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     options |= {"start_new_session": True, "preexec_fn": die_together, "text": True}
-    return subprocess.Popen([sys.executable, *words], env=environment, **options)
+    return subprocess.Popen(words, env=environment, **options)
 
 
 def listen(host: str, port: int) -> socket.socket:

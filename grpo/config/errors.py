@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import resource
+import shlex
 import signal
 import sys
 import threading
@@ -54,6 +55,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     those that are less like one of ours than 0.8 mean something else."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def typed_command() -> str:
+    """Return the command that the user typed, also in a program that a launcher has started."""
+    return os.environ.get(COMMAND) or shlex.join([*program_name().split(), *sys.argv[1:]])
 
 
 def say_once(message: str, details: str = "") -> None:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 6
 PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a folder that has it is complete
+STOP = "stop"  # the file by which `grpo stop` asks
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 PICTURES = "pictures"  # the folder of the pictures of recorded prompts
 

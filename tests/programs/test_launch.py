@@ -8,16 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
-from processes import is_alive
+from processes import is_alive, processes_below
 from servers import wait_until
-from trainer_runs import lines, options, wait_for_steps
+from trainer_runs import check_weights, lines, options, wait_for_steps
 
+from grpo.clusters.plan import FailureCount, Share, share_of
 from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig
-from grpo.launch import FailureCount, Share, launch, share_of
+from grpo.launch import launch
 
 MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
 
@@ -25,17 +27,28 @@ MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
 @pytest.mark.parametrize(
     "settings, cards, share",
     [
-        ({}, ["0", "1", "GPU-7"], Share(0, 2, 2, ["0", "1"], ["GPU-7"])),
-        ({"dry_run": True}, ["0", "1", "2"], Share(0, 2, 2, ["0", "1"], ["2"])),  # the run's number of ranks
-        ({}, ["3"], Share(0, 1, 1, ["3"], ["3"])),
-        ({"beta": 0.0}, ["0", "1"], Share(0, 2, 2, ["0", "1"], None)),
-        ({}, [], Share(0, 1, 1, [], [])),
-        ({"nproc_per_node": 1}, ["0", "1", "2"], Share(0, 1, 1, ["0", "1"], ["2"])),
-        (MACHINES | {"beta": 0.0}, ["0", "1"], Share(0, 2, 4, ["0", "1"], None)),
-        (MACHINES | {"beta": 0.0, "node_rank": 1}, ["0", "1"], Share(2, 2, 4, ["0", "1"], None)),
-        (MACHINES | {"nnodes": 3}, ["0", "1"], Share(0, 1, 5, ["0"], ["1"])),
-        (MACHINES | {"nnodes": 3, "node_rank": 2}, ["0", "1"], Share(3, 2, 5, ["0", "1"], None)),
-        (MACHINES | {"node_rank": 1, "nproc_per_node": 1}, [], Share(1, 1, 2, [], None)),
+        ({}, ["0", "1", "GPU-7"], Share(0, 2, 2, ["0", "1"], ["GPU-7"], [])),
+        ({"dry_run": True}, ["0", "1", "2"], Share(0, 2, 2, ["0", "1"], ["2"], [])),  # the run's number of ranks
+        ({}, ["3"], Share(0, 1, 1, ["3"], ["3"], [])),
+        ({"beta": 0.0}, ["0", "1"], Share(0, 2, 2, ["0", "1"], None, [])),
+        ({}, [], Share(0, 1, 1, [], [], [])),
+        ({"nproc_per_node": 1}, ["0", "1", "2"], Share(0, 1, 1, ["0", "1"], ["2"], [])),
+        (MACHINES | {"beta": 0.0}, ["0", "1"], Share(0, 2, 4, ["0", "1"], None, [])),
+        (MACHINES | {"beta": 0.0, "node_rank": 1}, ["0", "1"], Share(2, 2, 4, ["0", "1"], None, [])),
+        (MACHINES | {"nnodes": 3}, ["0", "1"], Share(0, 1, 5, ["0"], ["1"], [])),
+        (MACHINES | {"nnodes": 3, "node_rank": 2}, ["0", "1"], Share(3, 2, 5, ["0", "1"], None, [])),
+        (MACHINES | {"node_rank": 1, "nproc_per_node": 1}, [], Share(1, 1, 2, [], None, [])),
+        ({"workers": 2}, [*"01234"], Share(0, 2, 2, ["0", "1"], ["4"], ["2", "3"])),
+        ({"workers": 1}, ["0", "1"], Share(0, 1, 1, ["0"], ["0"], ["1"])),
+        ({"workers": 2}, [], Share(0, 1, 1, [], [], ["", ""])),
+        (MACHINES | {"workers": 3}, [*"0123"], Share(0, 2, 4, ["0", "1"], ["3"], ["2"])),
+        (MACHINES | {"workers": 3, "node_rank": 1}, [*"0123"], Share(2, 2, 4, ["0", "1"], None, ["2", "3"])),
+        ({"prompts_per_step": 4, "min_ranks": 3}, [*"012345"], Share(0, 4, 4, [*"01234"], ["5"], [])),
+        (
+            MACHINES | {"prompts_per_step": 12, "min_ranks": 3, "nnodes": 3, "node_rank": 2, "workers": 1},
+            [*"01234"],
+            Share(8, 4, 12, [*"0123"], None, ["4"]),
+        ),
     ],
 )
 def test_each_machine_has_its_ranks_and_the_first_one_s_last_card_is_the_server_s(settings, cards, share, monkeypatch):
@@ -80,6 +93,14 @@ def test_what_no_run_can_be_started_with_is_refused_before_anything_starts(tmp_p
         ({"nnodes": 2, "master_addr": "node-1"}, "output_dir=None"),
         (MACHINES, "token_file=None: the other machines ask"),
         ({"node_rank": 1}, "node_rank=1: of 1 machines"),
+        ({"workers": 2, "pool": "http://a:1"}, "pool='http://a:1': workers get a pool of their own"),
+        ({"workers": 1, "worker_args": "'"}, "worker_args=.*: No closing quotation: quote it as in a shell"),
+        ({"min_ranks": 3, "prompts_per_step": 5}, "min_ranks=3: there are 1, and no number from it to that divides"),
+        ({"min_ranks": 2}, "min_ranks=2: it does nothing without prompts_per_step"),
+        ({"on": "slurm"}, "output_dir=None"),
+        ({"on": "slurm", "output_dir": "run"}, "gpus_per_node=None: how many of each machine"),
+        ({"on": "ssh", "output_dir": "run"}, "hostfile=None"),
+        ({"on": "k8s", "output_dir": "/runs/a", "gpus_per_node": 8}, "image=None"),
     ):
         with pytest.raises(ConfigError, match=reason):
             launch(LaunchConfig(**settings))
@@ -148,6 +169,38 @@ def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl
     assert second == f"python -m grpo.launch {command} --max_steps={done + 2}"
     assert second.count("--output_dir") == second.count("--resume_from_checkpoint") == 1
     assert (run / "model/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_workers_draw_what_the_trainer_would_though_one_and_their_pool_are_killed(
+    model_folder, data_folder, letters, tmp_path
+):
+    changes = {"nproc_per_node": 1, "max_steps": 12, "eval_steps": 0, "beta": 0, "report_to": "none", "save_steps": 5}
+    changes |= {"port": free_port(), "importance_sampling_mode": "none"}
+
+    def start_run(name: str, **more) -> tuple[Path, subprocess.Popen]:
+        run = tmp_path / name
+        return run, begin([*options(model_folder, data_folder, run, **changes, **more), *letters])
+
+    run, process = start_run("drawn", workers=2)
+    try:
+        for program, steps in (("generate.py", 2), ("--task rollouts", 5)):
+            wait_for_steps(process, run, steps)
+            children = psutil.Process(process.pid).children()
+            next(child for child in children if program in " ".join(child.cmdline())).kill()
+        started = processes_below(process)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert re.search(r"worker \d ended with code -9 and starts again", output), output
+    assert "the pool ended with code -9 and starts again" in output
+    assert not any(map(is_alive, started))
+    alone, process = start_run("alone")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (run / "completions.jsonl").read_text() == (alone / "completions.jsonl").read_text()
+    check_weights(run / "model", alone / "model")
 
 
 TIGHT = """

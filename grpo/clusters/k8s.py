@@ -1,0 +1,89 @@
+"""Applies the run to Kubernetes: a Job of pods that train, Deployments of pool and workers, and what they share.
+
+    grpo launch --on k8s --nnodes 2 --gpus_per_node 8 --image REGISTRY/grpo --config configs/two_nodes.yaml \\
+        --output_dir /runs/first --render first.yaml
+
+The image is that of examples/Dockerfile. The folder above output_dir is a volume that the pods share. Workers have pods
+of their own, beside the nodes of the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+import yaml
+
+from grpo.clusters.plan import Role, fill_in
+from grpo.config.command_line import to_yaml
+from grpo.config.errors import ConfigError, one_line, typed_command
+from grpo.config.programs import LaunchConfig
+
+log = logging.getLogger("grpo.launch")
+
+
+def gpus_per_node(config: LaunchConfig) -> int:
+    return config.gpus_per_node
+
+
+def start(config: LaunchConfig, roles: list[Role]) -> int:
+    """Write the manifests, or apply them. Raises ConfigError with kubectl's own words if they are refused."""
+    text = manifests(config, roles)
+    if config.render is not None:
+        descriptor = os.open(config.render, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it has the token
+        os.fchmod(descriptor, 0o600)  # also of a file that was there
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        log.info("the manifests are in %s: kubectl apply -f %s", config.render, config.render)
+        return 0
+    command = ["kubectl", *shlex.split(config.on_args or ""), "apply", "-f", "-"]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigError("on='k8s': there is no kubectl here: install it, or --render FILE") from error
+    config.check(done.returncode == 0, on=one_line(done.stderr))
+    log.info("applied: kubectl logs --follow job/%s", name_of(config))
+    return 0
+
+
+def name_of(config: LaunchConfig) -> str:
+    """Return the Job's name, of the run's folder."""
+    name = re.sub("[^a-z0-9]+", "-", PurePosixPath(config.output_dir).name.lower())
+    return f"grpo-{name[:40]}".strip("-")
+
+
+def manifests(config: LaunchConfig, roles: list[Role]) -> str:
+    """Return the manifests as YAML. Raises ConfigError for a run's folder that is in no volume."""
+    folder, name = PurePosixPath(config.output_dir), name_of(config)
+    in_volume = folder.is_absolute() and len(folder.parts) > 2
+    config.check(in_volume, output_dir="name a folder in the pods' shared volume, such as /runs/first")
+    by_name, settings = {role.name: role for role in roles}, config.passed_on()
+    pool = by_name.get("pool")
+    if pool is not None:
+        for setting in ("workers", "worker_args", "pool_url", "pool_folder"):
+            settings.pop(setting, None)
+        settings |= {"sampler": "pool", "pool": f"http://{name}-pool:{config.pool_port}"}
+        if config.pool_url is None:
+            pool = replace(pool, words=["ref_server.py", "--task=rollouts", "--pool_file=/pool/rollouts.sqlite"])
+    return fill_in(
+        "kubernetes.yaml",
+        command=typed_command(),
+        name=name,
+        image=config.image,
+        nnodes=config.nnodes,
+        gpus_per_node=config.gpus_per_node,
+        output_dir=folder,
+        runs=folder.parent,
+        token=yaml.safe_dump(config.token or secrets.token_urlsafe(32), default_style="'").strip(),
+        settings=to_yaml(settings),
+        trainer=by_name["trainer"],
+        pool=pool,
+        pool_port=config.pool_port,
+        worker=by_name.get("worker"),
+    )

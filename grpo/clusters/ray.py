@@ -1,0 +1,233 @@
+"""Starts the programs on a Ray cluster: Ray finds places for them, and starts them elsewhere when it loses a node.
+
+    grpo launch --on ray --nnodes 2 --gpus_per_node 8 --config configs/two_nodes.yaml --output_dir /shared/run
+
+from a node of the cluster, or by `ray job submit -- grpo launch ...`. This package and the working folder are at the
+same path on each node. Ray starts and ends processes; rollouts and gradients do not pass through it. A lost worker
+starts again alone. When a rank, the server or the pool is lost, all end and start again from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo.clusters.plan import MOST_FAILURES, FailureCount, Role, shared_files
+from grpo.config.console import free_port, start_program
+from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
+from grpo.config.fields import PROGRAMS
+from grpo.config.programs import LaunchConfig
+from grpo.run.run_folder import STOP
+
+log = logging.getLogger("grpo.launch")
+
+_AGAIN = 30.0  # seconds after which the cluster is asked anew what it has
+_SAID = 60.0  # seconds between two lines about places that are missing
+_REST = 5.0  # seconds between two starts of a worker
+
+
+def gpus_per_node(config: LaunchConfig) -> int:
+    return config.gpus_per_node
+
+
+@ray.remote(num_cpus=1, max_concurrency=2)
+class Program:
+    """A program, on the node where Ray has put it."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._process, self._is_stopped = folder, None, False
+
+    def address(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), free_port()
+
+    def run(self, words: list[str], variables: dict[str, str]) -> int:
+        """Run it to its end. Return its exit code, which is negative if a signal has killed it."""
+        self._process = start_program(words, os.environ | variables, cwd=self._folder)
+        if self._is_stopped:
+            self._process.terminate()
+        return self._process.wait()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._process is not None:
+            self._process.terminate()
+
+
+@ray.remote(num_cpus=1, max_retries=-1, retry_exceptions=True, scheduling_strategy="SPREAD")
+def draw(words: list[str], folder: str) -> int:
+    """Return the exit code of a worker that refuses its settings. After another one Ray calls it again, also on another
+    node after a loss."""
+    code = start_program(words, os.environ, cwd=folder).wait()
+    if code != 2:
+        time.sleep(_REST)
+        raise RuntimeError(f"a worker ended with code {code}")
+    return code
+
+
+def start(config: LaunchConfig, roles: list[Role]) -> int:
+    """Run the plan to the trainer's end, and return its exit code. Raises ConfigError if the cluster is too small."""
+    run, asked = Path(config.output_dir), threading.Event()
+    ray.init(namespace=str(run.absolute()))
+    kind, has = "GPU" if config.gpus_per_node else "CPU", _resources(config)
+    needed = sum(role.count for role in roles if role.gpus or kind == "CPU")
+    config.check(needed <= has, nnodes=f"the plan has {needed} programs with a {kind} each, the cluster {has} {kind}s")
+    attempt, failures = Attempt(config, roles, asked), FailureCount(run)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        for rank in attempt.ranks:
+            rank.stop.remote()
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    with shared_files(config) as files:
+        while True:
+            try:
+                code = attempt.run(files)
+            finally:
+                attempt.end()
+            if code is not None or asked.is_set():
+                return 1 if code is None else code
+            if failures.is_last():
+                say_once(f"programs were lost {MOST_FAILURES} times without a step in between: the log above says why")
+                return 1
+            log.warning("the run starts again from its last checkpoint")
+
+
+def _resources(config: LaunchConfig) -> int:
+    """Return how many GPUs, or CPUs, the cluster has."""
+    return int(ray.cluster_resources().get("GPU" if config.gpus_per_node else "CPU", 0))
+
+
+class Attempt:
+    """All programs of a run, from their start until the trainer has ended or one is lost."""
+
+    def __init__(self, config: LaunchConfig, roles: list[Role], asked: threading.Event) -> None:
+        """`asked` is set once the ranks are to stop."""
+        self._config, self._asked, self._roles = config, asked, {role.name: role for role in roles}
+        self._needs = {"num_gpus": min(1, config.gpus_per_node), "num_cpus": 1}
+        self._group: PlacementGroup | None = None
+        self._services: list[ray.actor.ActorHandle] = []
+        self._workers: list[ray.ObjectRef] = []
+        self.ranks: list[ray.actor.ActorHandle] = []
+
+    def run(self, files: list[str]) -> int | None:
+        """Return the trainer's exit code, 130 if the run is asked to stop before it has places, or None if it lost a
+        program. `files` are the options that name settings and token."""
+        try:
+            servers, words = self._start_services(files)
+            self._place_ranks()
+            host, port = ray.get(self.ranks[0].address.remote())
+        except KeyboardInterrupt:
+            return 130
+        except RayError as error:
+            log.warning("a program is lost: %s", one_line(error))
+            return None
+        shared = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(self.ranks))}
+        # Ray shows each rank its own card alone.
+        shared |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", COMMAND: typed_command()}
+        command = [*self._command("trainer"), *files, *words, "--resume_from_checkpoint", "last"]
+        running = {rank.run.remote(command, shared | {"RANK": str(n)}): "a rank" for n, rank in enumerate(self.ranks)}
+        codes = []
+        if self._asked.is_set():  # before there was anybody to ask
+            for rank in self.ranks:
+                rank.stop.remote()
+        while running:
+            (ended,), _ = ray.wait([*running, *servers])
+            name = running.pop(ended, None) or servers.pop(ended)
+            try:
+                code = ray.get(ended)
+            except RayError as error:
+                log.warning("%s is lost: %s", name, one_line(error))
+                return None
+            if name != "a rank":
+                if self._asked.is_set():
+                    continue  # the ranks save, and ask it no more
+                log.warning("%s ended with code %d", name, code)
+                return code if code == 2 else None  # 2 is a mistake in its settings
+            if code < 0 and not self._asked.is_set():
+                log.warning("a rank ended with code %d", code)
+                return None
+            codes.append(128 - code if code < 0 else code)
+        return max(codes)
+
+    def _start_services(self, files: list[str]) -> tuple[dict[ray.ObjectRef, str], list[str]]:
+        """Start server, pool and workers, each where Ray likes. Return their ends, with their names, and the trainer's
+        options that name the URLs."""
+        ends, words = {}, []
+        for name, title, option in (
+            ("server", "the reference server", ["--ref_servers"]),
+            ("pool", "the pool", ["--sampler", "pool", "--pool"]),
+        ):
+            if name not in self._roles:
+                continue
+            needs = self._needs if name == "server" else {"num_cpus": 1}
+            actor = Program.options(name=name, scheduling_strategy="SPREAD", **needs).remote(os.getcwd())
+            self._services.append(actor)
+            host, port = self._wait_for(actor.address.remote(), title)
+            address = ["--host", "0.0.0.0", "--port", str(port), *(files if name == "server" else files[2:])]
+            ends[actor.run.remote([*self._command(name), *address], {})] = title
+            words += [*option, f"http://{host}:{port}"]
+        if "worker" in self._roles:
+            command = [*self._command("worker"), *files, *words[-2:]]
+            tasks = [draw.options(name=f"worker {n}", **self._needs) for n in range(self._roles["worker"].count)]
+            self._workers = [task.remote(command, os.getcwd()) for task in tasks]
+            ends |= dict.fromkeys(self._workers, "a worker")
+        return ends, words
+
+    def _place_ranks(self) -> None:
+        """Find places for the ranks, close to each other: with min_ranks for as many as the cluster has room for."""
+        others = [role for name, role in self._roles.items() if name != "trainer"]
+        taken = sum(role.count for role in others if role.gpus or not self._config.gpus_per_node)
+        while not self.ranks:
+            count = self._roles["trainer"].count
+            if self._config.min_ranks is not None:
+                with suppress(ConfigError):  # fewer than min_ranks: it waits for more
+                    count = self._config.ranks_of(min(count, _resources(self._config) - taken))
+            bundle = {"CPU": 1} | ({"GPU": 1} if self._config.gpus_per_node else {})
+            self._group = placement_group([bundle] * count, "PACK")
+            if self._wait_for(self._group.ready(), f"{count} ranks", _AGAIN) is None:
+                remove_placement_group(self._group)
+                continue
+            places = [PlacementGroupSchedulingStrategy(self._group, place) for place in range(count)]
+            options = [{"name": f"rank {n}", "scheduling_strategy": place} for n, place in enumerate(places)]
+            self.ranks = [Program.options(**self._needs, **each).remote(os.getcwd()) for each in options]
+
+    def _wait_for(self, reference: ray.ObjectRef, name: str, seconds: float = math.inf) -> Any:
+        """Return the object; None after so many seconds. Raises KeyboardInterrupt if the run is asked to stop."""
+        began = said = time.monotonic()
+        while not ray.wait([reference], timeout=1)[0]:
+            if self._asked.is_set() or (Path(self._config.output_dir) / STOP).exists():
+                raise KeyboardInterrupt
+            if time.monotonic() > began + seconds:
+                return None
+            if time.monotonic() > said + _SAID or said == began:
+                said = time.monotonic()
+                log.info("waiting for places of %s; the cluster has %d", name, _resources(self._config))
+        return ray.get(reference)
+
+    def _command(self, name: str) -> list[str]:
+        program, *options = self._roles[name].words
+        return [str(PROGRAMS / program), *options]
+
+    def end(self) -> None:
+        for worker in self._workers:
+            ray.cancel(worker, force=True)
+        for actor in (*self.ranks, *self._services):
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._group, self._services, self._workers, self.ranks = None, [], [], []

@@ -1,0 +1,84 @@
+"""Submits the run to SLURM as one job, which a person can read and edit first.
+
+    grpo launch --on slurm --nnodes 2 --gpus_per_node 8 --config configs/two_nodes.yaml --output_dir /shared/run \\
+        --on_args "--partition=gpu --time=24:00:00"
+
+Each node runs a launcher, with this Python. With min_ranks SLURM may give fewer nodes, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from grpo.clusters.plan import Role, fill_in, share_of
+from grpo.config.command_line import to_yaml
+from grpo.config.errors import ConfigError, one_line, typed_command
+from grpo.config.programs import LaunchConfig
+
+log = logging.getLogger("grpo.launch")
+
+
+def gpus_per_node(config: LaunchConfig) -> int:
+    return config.gpus_per_node
+
+
+def start(config: LaunchConfig, roles: list[Role]) -> int:
+    """Write the job, or submit it. Raises ConfigError with SLURM's own words if it refuses the job."""
+    text = job(config)
+    if config.render is not None:
+        Path(config.render).write_text(text, encoding="utf-8")
+        log.info("the job is in %s: sbatch %s", config.render, config.render)
+        return 0
+    Path(config.output_dir).parent.mkdir(parents=True, exist_ok=True)  # for its log
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "on='slurm': there is no sbatch here: start this on a login node, or --render FILE"
+        ) from error
+    config.check(done.returncode == 0, on=f"{one_line(done.stderr)}: on_args has options of sbatch")
+    number = done.stdout.strip().partition(";")[0]
+    log.info(
+        "job %s is submitted; its log: %s; to save and end it: grpo stop %s", number, log_of(config), config.output_dir
+    )
+    return 0
+
+
+def job(config: LaunchConfig) -> str:
+    """Return the script for sbatch."""
+    token = "head -c 32 /dev/urandom | base64"
+    if config.token_file is not None:
+        token = f"cat {shlex.quote(str(Path(config.token_file).absolute()))}"
+    return fill_in(
+        "slurm.sbatch",
+        command=typed_command(),
+        quoted_command=shlex.quote(typed_command()),
+        nodes=config.nnodes if config.min_ranks is None else f"{fewest_nodes(config)}-{config.nnodes}",
+        output=log_of(config),
+        gpus_per_node=config.gpus_per_node,
+        on_args=config.on_args,
+        run=shlex.quote(str(Path(config.output_dir).absolute())),
+        token=token,
+        settings=to_yaml(config.passed_on()),
+        python=shlex.quote(sys.executable),
+    )
+
+
+def fewest_nodes(config: LaunchConfig) -> int:
+    """Return the number of nodes that min_ranks needs."""
+    cards = list(map(str, range(config.gpus_per_node)))
+    for count in range(1, config.nnodes):
+        with suppress(ConfigError):
+            share_of(replace(config, nnodes=count), cards)
+            return count
+    return config.nnodes
+
+
+def log_of(config: LaunchConfig) -> str:
+    return f"{Path(config.output_dir).absolute()}.log"

@@ -1,0 +1,177 @@
+"""Starts the launcher of each machine by ssh, and all of them again when one is lost.
+
+    grpo launch --on ssh --hostfile hosts --config configs/two_nodes.yaml --output_dir /shared/run
+
+The hostfile is DeepSpeed's: a line `node-1 slots=8` for each machine. Repository, Python environment and working folder
+are at the same path on each. Variables NCCL_*, GLOO_*, OMP_* and HF_HOME travel; secrets do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from grpo.clusters.plan import MOST_FAILURES, FailureCount, Role, share_of, shared_files
+from grpo.config.console import start_command
+from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
+from grpo.config.programs import LaunchConfig
+from grpo.run.run_folder import STOP
+
+log = logging.getLogger("grpo.launch")
+
+_TRAVELS = re.compile("(NCCL|GLOO|OMP)_.*|HF_HOME")
+_SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
+_LOOK, _RETRY = 0.2, 5.0  # seconds between two looks at the launchers, and at machines that do not answer
+_SAID = 60.0  # seconds between two lines about machines that do not answer
+_GRACE = 60.0  # seconds in which the other machines may end by themselves after one has
+_BETWEEN, _MOST_INTERRUPTS = 5.0, 3  # seconds between two Ctrl-C then; the second ends ranks at once
+
+
+def gpus_per_node(config: LaunchConfig) -> int:
+    """Return the slots of a machine. Raises ConfigError as read_hosts."""
+    return read_hosts(config.hostfile)[1]
+
+
+def read_hosts(path: str) -> tuple[list[str], int]:
+    """Return the machines, and the GPUs that each has. Raises ConfigError for a file that cannot be read or has a line
+    of another kind, and for machines that differ."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hostfile={path!r}: {error}: name a file with a line 'HOST slots=GPUS'") from error
+    slots: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        if (found := re.fullmatch(r"([\w.@:-]+)\s+slots=(\d+)", text)) is None or found[1] in slots:
+            raise ConfigError(f"hostfile={path!r}: line {number} is {text!r}: write 'HOST slots=GPUS', each host once")
+        slots[found[1]] = int(found[2])
+    if len(set(slots.values())) != 1:
+        raise ConfigError(f"hostfile={path!r}: its machines have {sorted(set(slots.values()))} slots: give all as many")
+    return list(slots), next(iter(slots.values()))
+
+
+def start(config: LaunchConfig, roles: list[Role]) -> int:
+    """Run launchers on all machines to the trainer's end, again where one is lost. Return the exit code. Raises
+    ConfigError if a machine does not answer at first."""
+    with shared_files(config) as files:
+        return Run(config, files).run()
+
+
+class Run:
+    """The launchers of a run, one on each machine."""
+
+    def __init__(self, config: LaunchConfig, files: list[str]) -> None:
+        self._config, self._files, self._run = config, files, Path(config.output_dir)
+        self._hosts, self._gpus = read_hosts(config.hostfile)
+        self._ssh = [*_SSH, *shlex.split(config.on_args or "")]
+        self._is_asked_to_stop = False
+        self._launchers: list[subprocess.Popen] = []
+
+    def run(self) -> int:
+        """Run to the trainer's end and return the highest exit code of a machine. Raises ConfigError if one does not
+        answer at first."""
+        for host, refusal in self._refusals().items():
+            self._config.check(not refusal, hostfile=f"{host} cannot be reached by ssh: {refusal}")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
+                signal.signal(number, self._ask)
+        failures, hosts = FailureCount(self._run), self._hosts
+        while True:
+            code = max(self._attempt(hosts))
+            # Above 128 a machine is lost, or a process there was killed or asked to stop.
+            if code <= 128 or self._is_over():
+                return code
+            if failures.is_last():
+                say_once(f"machines were lost {MOST_FAILURES} times without a step in between: their messages say why")
+                return code
+            log.warning("a machine, or a process there, is lost: the run continues from its last checkpoint")
+            if not (hosts := self._wait_for_hosts()):
+                return code
+
+    def _is_over(self) -> bool:
+        return self._is_asked_to_stop or (self._run / STOP).exists()
+
+    def _refusals(self) -> dict[str, str]:
+        """Return why each machine cannot be reached; an empty text if it can."""
+
+        def ask(host: str) -> str:
+            done = subprocess.run([*self._ssh, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            return done.returncode and (one_line(done.stderr) or f"ssh ended with code {done.returncode}")
+
+        with ThreadPoolExecutor(len(self._hosts)) as threads:
+            return dict(zip(self._hosts, threads.map(ask, self._hosts), strict=True))
+
+    def _wait_for_hosts(self) -> list[str]:
+        """Return the machines to continue on: all, or with min_ranks those that answer; none if the run is to stop."""
+        said = -math.inf
+        while not self._is_over():
+            refusals = self._refusals()
+            hosts = [host for host, refusal in refusals.items() if not refusal]
+            if len(hosts) == len(refusals) or (hosts and self._are_enough(len(hosts))):
+                return hosts
+            if time.monotonic() > said + _SAID:
+                said, missing = time.monotonic(), [host for host in refusals if host not in hosts]
+                log.warning("waiting for %s: %s", ", ".join(missing), refusals[missing[0]])
+            time.sleep(_RETRY)
+        return []
+
+    def _are_enough(self, count: int) -> bool:
+        if self._config.min_ranks is None:
+            return False
+        try:
+            share_of(replace(self._config, nnodes=count), [""] * self._gpus)
+        except ConfigError:
+            return False
+        return True
+
+    def _attempt(self, hosts: list[str]) -> list[int]:
+        """Run a launcher on each machine, and return their exit codes."""
+        self._launchers = [self._start(hosts, node) for node in range(len(hosts))]
+        if self._is_asked_to_stop:  # between two attempts, when there was nobody to pass it on to
+            self._interrupt()
+        deadline, times = math.inf, 0
+        while None in (codes := [launcher.poll() for launcher in self._launchers]):
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            if time.monotonic() > deadline:  # they wait for a machine that is lost
+                self._interrupt()
+                deadline, times = time.monotonic() + _BETWEEN, times + 1
+            if times == _MOST_INTERRUPTS:
+                for launcher in self._launchers:
+                    launcher.kill()
+            time.sleep(_LOOK)
+        return [255 if code < 0 else code for code in codes]
+
+    def _start(self, hosts: list[str], node: int) -> subprocess.Popen:
+        """Start a machine's launcher. With a terminal of its own there it gets Ctrl-C, and SIGHUP if ssh ends."""
+        variables = {name: value for name, value in os.environ.items() if _TRAVELS.fullmatch(name)}
+        words = ["env", *(f"{name}={value}" for name, value in (variables | {COMMAND: typed_command()}).items())]
+        words += [sys.executable, "-m", "grpo.launch", *self._files, "--resume_from_checkpoint", "last"]
+        words += ["--nnodes", str(len(hosts)), "--node_rank", str(node), "--master_addr", hosts[0].rpartition("@")[2]]
+        words += ["--master_port", str(self._config.master_port)]
+        command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+        return start_command([*self._ssh, "-tt", hosts[node], command], os.environ, stdin=subprocess.PIPE)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked_to_stop = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Type Ctrl-C on every machine."""
+        for launcher in self._launchers:
+            with suppress(BrokenPipeError):
+                launcher.stdin.write("\x03")
+                launcher.stdin.flush()
