@@ -49,10 +49,10 @@ def machines(folder: Path, names: tuple[str, ...] = NAMES) -> Iterator[dict[str,
             _ip("netns", "add", space)
             _ip("-n", space, "link", "set", "lo", "up")
         _ip("-n", switch, "link", "add", "eth0", "type", "bridge")
-        for name in names[:-1]:
-            pair = ("link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", spaces[name])
+        for number, name in enumerate(names[:-1]):  # a link's name has 15 letters at most
+            pair = ("link", "add", f"to-{number}", "type", "veth", "peer", "name", "eth0", "netns", spaces[name])
             _ip("-n", switch, *pair)
-            _ip("-n", switch, "link", "set", f"to-{name}", "master", "eth0", "up")
+            _ip("-n", switch, "link", "set", f"to-{number}", "master", "eth0", "up")
         for name, space in spaces.items():
             _ip("-n", space, "address", "add", f"{addresses[name]}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")

@@ -36,10 +36,11 @@ class Share:
     worker_cards: list[str]  # of each worker one; on the CPU an empty word
 
 
-def share_of(config: LaunchConfig, cards: list[str]) -> Share:
-    """Return the share of a machine with these GPUs, if all machines have as many. Raises ConfigError if the GPUs are
-    too few for nproc_per_node or the workers, and the ranks for min_ranks."""
-    node, count = config.node_rank, config.nnodes
+def share_of(config: LaunchConfig, cards: list[str], nnodes: int | None = None) -> Share:
+    """Return the share of a machine with these GPUs, if all machines have as many; of `nnodes` instead of the
+    settings'. Raises ConfigError if the GPUs are too few for nproc_per_node or the workers, and the ranks for
+    min_ranks."""
+    node, count = config.node_rank, nnodes or config.nnodes
     workers = [(config.workers_beside + place) // count for place in range(count)]
     left = [len(cards) - workers_there for workers_there in workers]
     server_cards = None

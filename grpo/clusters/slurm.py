@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from grpo.clusters.plan import Role, fill_in, share_of
@@ -36,18 +35,27 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
         log.info("the job is in %s: sbatch %s", config.render, config.render)
         return 0
     Path(config.output_dir).parent.mkdir(parents=True, exist_ok=True)  # for its log
-    try:
-        done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "on='slurm': there is no sbatch here: start this on a login node, or --render FILE"
-        ) from error
+    # SLURM would keep a job that no nodes can ever take.
+    refusal = sbatch("--test-only", text).stderr
+    config.check(
+        "node configuration is not available" not in refusal, nnodes=f"the cluster has none such: {one_line(refusal)}"
+    )
+    done = sbatch("--parsable", text)
     config.check(done.returncode == 0, on=f"{one_line(done.stderr)}: on_args has options of sbatch")
     number = done.stdout.strip().partition(";")[0]
     log.info(
         "job %s is submitted; its log: %s; to save and end it: grpo stop %s", number, log_of(config), config.output_dir
     )
     return 0
+
+
+def sbatch(option: str, text: str) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(["sbatch", option], input=text, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "on='slurm': there is no sbatch here: start this on a login node, or --render FILE"
+        ) from error
 
 
 def job(config: LaunchConfig) -> str:
@@ -75,7 +83,7 @@ def fewest_nodes(config: LaunchConfig) -> int:
     cards = list(map(str, range(config.gpus_per_node)))
     for count in range(1, config.nnodes):
         with suppress(ConfigError):
-            share_of(replace(config, nnodes=count), cards)
+            share_of(config, cards, count)
             return count
     return config.nnodes
 

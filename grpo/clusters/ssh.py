@@ -19,7 +19,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -58,6 +57,8 @@ def read_hosts(path: str) -> tuple[list[str], int]:
         if (found := re.fullmatch(r"([\w.@:-]+)\s+slots=(\d+)", text)) is None or found[1] in slots:
             raise ConfigError(f"hostfile={path!r}: line {number} is {text!r}: write 'HOST slots=GPUS', each host once")
         slots[found[1]] = int(found[2])
+    if not slots:
+        raise ConfigError(f"hostfile={path!r}: it names no machine: write a line 'HOST slots=GPUS' for each")
     if len(set(slots.values())) != 1:
         raise ConfigError(f"hostfile={path!r}: its machines have {sorted(set(slots.values()))} slots: give all as many")
     return list(slots), next(iter(slots.values()))
@@ -132,7 +133,7 @@ class Run:
         if self._config.min_ranks is None:
             return False
         try:
-            share_of(replace(self._config, nnodes=count), [""] * self._gpus)
+            share_of(self._config, [""] * self._gpus, count)
         except ConfigError:
             return False
         return True

@@ -22,10 +22,8 @@ from examples import one_page, prepare
 from examples.guess_the_number.environment import GuessTheNumber
 from examples.guess_the_number.prepare import LARGEST, LUCKY, MAX_TURNS, Game, build_tokenizer, play, write_dataset
 from grpo.config.command_line import parse_arguments
-from grpo.config.programs import LaunchConfig, WorkerConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.launch import share_of
 from grpo.rewards.compute import load_reward_funcs
 from grpo.tools.session import EnvironmentClass
 
@@ -81,32 +79,6 @@ def test_the_compose_file_starts_the_server_and_gives_it_time_to_stop(tmp_path):
         command = ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"]
         ended = subprocess.run(command, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
-
-
-def test_what_kubernetes_starts_is_accepted_and_finds_the_others(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    files = [(EXAMPLES / f"{name}.yaml").read_text() for name in ("kubernetes", "kubernetes_workers")]
-    manifests = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all("\n---\n".join(files))}
-
-    def started(kind: str, name: str, program: type):
-        pod = manifests[kind, name]["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-        words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"] if word[:2] == "--"]
-        return parsed(words, "/run/secrets/grpo/token", tmp_path, program)
-
-    job = manifests["Job", "grpo"]["spec"]
-    config = started("Job", "grpo", LaunchConfig)
-    assert job["completions"] == job["parallelism"] == config.nnodes
-    cards = [str(card) for card in range(8)]
-    config.check_ranks(share_of(config, cards).world_size)
-    labels, pod = job["template"]["metadata"]["labels"], job["template"]["spec"]
-    assert config.master_addr == f"grpo-0.{pod['subdomain']}" and ("Service", pod["subdomain"]) in manifests
-    assert manifests["Service", pod["subdomain"]]["spec"]["selector"] == labels
-    pool, worker = started("Deployment", "grpo-pool", ServerConfig), started("Deployment", "grpo-worker", WorkerConfig)
-    (port,) = manifests["Service", "grpo-pool"]["spec"]["ports"]
-    assert worker.pool == f"http://grpo-pool:{pool.port}" and port["port"] == pool.port
-    assert f"--pool={worker.pool}" in files[1].split("apiVersion")[0]
 
 
 def test_the_page_of_the_server_has_every_option_and_a_scrape_configuration():

@@ -1,0 +1,162 @@
+"""The plan that `grpo launch` shows, and what it writes for SLURM and Kubernetes."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from grpo.clusters import k8s, slurm, ssh
+from grpo.clusters.plan import roles_of, share_of
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.programs import LaunchConfig, WorkerConfig
+from grpo.config.server import ServerConfig
+from grpo.launch import launch
+
+CARDS = list(map(str, range(8)))
+TWO_NODES = ["--config", "configs/two_nodes.yaml", "--nnodes=2", "--gpus_per_node=8", "--output_dir=/runs/first"]
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+def planned(*words: str) -> tuple[LaunchConfig, list]:
+    config = parse_arguments(LaunchConfig, "", [*TWO_NODES, *words])
+    return config, roles_of(config, 8)
+
+
+def test_the_plan_counts_programs_and_gpus_and_says_who_waits_for_whom(capsys):
+    words = [*TWO_NODES, "--on=slurm", "--workers=3", "--prompts_per_step=48", "--print_plan"]
+    assert launch(parse_arguments(LaunchConfig, "", words)) == 0
+    rows = {line.split()[0]: re.split("  +", line) for line in capsys.readouterr().out.splitlines()}
+    assert rows["trainer"][1:6] == ["12", "1", "8", "64", "server and pool"]
+    assert rows["server"][1:6] == ["1", "1", "8", "64", "-"]
+    assert rows["pool"][1:6] == ["1", "0", "2", "8", "-"] and "--pool_file /runs/first.pool" in rows["pool"][-1]
+    assert rows["worker"][1:6] == ["3", "1", "8", "64", "pool"]
+
+
+def settings_for(text: str, tmp_path, *words: str) -> LaunchConfig:
+    """What a machine's launcher reads."""
+    (tmp_path / "settings.yaml").write_text(text)
+    (tmp_path / "token").write_text("secret\n")
+    return parse_arguments(LaunchConfig, "", [f"--config={tmp_path}/settings.yaml", *words])
+
+
+def test_slurm_s_job_starts_a_launcher_of_the_same_run_on_each_node(tmp_path):
+    config, _ = planned("--on=slurm", "--workers=3", "--min_ranks=4", "--prompts_per_step=48", "--on_args=-p gpu")
+    script = tmp_path / "job"
+    script.write_text(slurm.job(config))
+    subprocess.run(["bash", "-n", script], check=True)
+    asked = re.findall("^#SBATCH (.*)", script.read_text(), re.MULTILINE)
+    wanted = ["--nodes=1-2", "--gpus-per-node=8 --exclusive --mem=0", "-p gpu", "--output=/runs/first.log", "--requeue"]
+    assert set(wanted) <= {*asked}
+    joined = script.read_text().replace("\\\n", " ")
+    (command,) = re.findall(r'--config "\$folder/settings.yaml".*', joined)
+    values = {"$folder": str(tmp_path), "$SLURM_NNODES": "2", "$first": "n1", "$((port + 1))": "21", "$port": "20"}
+    for name, value in values.items():
+        command = command.replace(name, value)
+    settings = script.read_text().partition("<< 'END'\n")[2].partition("END")[0]
+    node = settings_for(settings, tmp_path, *shlex.split(command.rstrip("& ")), "--node_rank=1")
+    assert node.output_dir == "/runs/first" and node.starts_server and node.pool == "http://n1:22"
+    assert share_of(node, CARDS).world_size == share_of(config, CARDS).world_size == 12
+    assert share_of(node, CARDS).worker_cards == ["6", "7"]
+
+
+def test_what_kubernetes_starts_finds_the_others(tmp_path):
+    config, roles = planned("--on=k8s", "--image=r/grpo", "--workers=4", "--worker_args=--engine vllm", "--seed=5")
+    manifests = {
+        (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(k8s.manifests(config, roles))
+    }
+    settings = manifests["ConfigMap", "grpo-first"]["data"]["settings.yaml"]
+
+    def started(kind: str, name: str, program: type):
+        pod = manifests[kind, name]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert container["image"] == "r/grpo"
+        words = "\n".join(container["args"][1 + (program is LaunchConfig) :]).replace("$(JOB_COMPLETION_INDEX)", "1")
+        for place in ("/settings", "/run/secrets/grpo"):
+            words = words.replace(f"={place}/", f"={tmp_path}/")
+        return container, parse_arguments(program, "", words.splitlines())
+
+    settings_for(settings, tmp_path)
+    job = manifests["Job", "grpo-first"]["spec"]
+    container, node = started("Job", "grpo-first", LaunchConfig)
+    assert job["completions"] == job["parallelism"] == node.nnodes == 2 and node.seed == 5
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    node.check_ranks(share_of(node, CARDS).world_size)
+    labels, pod = job["template"]["metadata"]["labels"], job["template"]["spec"]
+    assert node.master_addr == f"grpo-first-0.{pod['subdomain']}"
+    assert manifests["Service", pod["subdomain"]]["spec"]["selector"] == labels
+    _, pool = started("Deployment", "grpo-first-pool", ServerConfig)
+    container, worker = started("Deployment", "grpo-first-worker", WorkerConfig)
+    (port,) = manifests["Service", "grpo-first-pool"]["spec"]["ports"]
+    assert node.pool == worker.pool == f"http://grpo-first-pool:{pool.port}" and port["port"] == pool.port
+    assert "--engine" in container["args"] and manifests["Deployment", "grpo-first-worker"]["spec"]["replicas"] == 4
+    assert node.token == pool.token == worker.token == "secret"
+
+
+def test_a_rendered_token_is_for_nobody_else_to_read(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("")
+    file.chmod(0o644)
+    config, roles = planned("--on=k8s", "--image=r/grpo", f"--render={file}")
+    assert k8s.start(config, roles) == 0
+    (secret,) = (each for each in yaml.safe_load_all(file.read_text()) if each["kind"] == "Secret")
+    assert len(secret["stringData"]["token"]) > 30 and file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--on=slurm"], "on='slurm': there is no sbatch here: start this on a login node, or --render FILE"),
+        (["--on=k8s", "--image=a"], "on='k8s': there is no kubectl here: install it, or --render FILE"),
+        (
+            ["--on=k8s", "--image=a", "--output_dir=first"],
+            "output_dir='first': name a folder in the pods' shared volume",
+        ),
+        (["--on=slurm", "--workers=16"], "workers=16: they leave no GPU to the trainer, of 8 on each machine"),
+        (["--on=slurm", "--prompts_per_step=7"], "prompts_per_step=7: 15 ranks cannot share it equally"),
+    ],
+)
+def test_a_plan_that_cannot_start_is_refused(words, sentence, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if "k8s" not in words[0]:
+        words = [*words, f"--output_dir={tmp_path}/run"]
+    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):
+        launch(parse_arguments(LaunchConfig, "", [*TWO_NODES, *words]))
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "grpo.clusters.ray", raising=False)
+    with pytest.raises(ConfigError, match=r"^on='ray': .* has no ray: pip install 'grpo-ref-split\[ray\]'"):
+        launch(parse_arguments(LaunchConfig, "", [*TWO_NODES, "--on=ray"]))
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("a slots=8\na slots=8", "line 2 is 'a slots=8': write 'HOST slots=GPUS', each host once"),
+        ("# mine\n\na slot=8", "line 3 is 'a slot=8'"),
+        ("a slots=8\nb slots=4", r"its machines have \[4, 8\] slots: give all as many"),
+        ("", "it names no machine"),
+    ],
+)
+def test_a_hostfile_with_a_mistake_is_refused(text, reason, tmp_path):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ConfigError, match=f"^hostfile='.*hosts': {reason}"):
+        ssh.read_hosts(str(tmp_path / "hosts"))
+    (tmp_path / "hosts").write_text("a slots=8  # the first\nme@b slots=8\n")
+    assert ssh.read_hosts(str(tmp_path / "hosts")) == (["a", "me@b"], 8)
+
+
+def test_on_in_a_file_of_settings_is_a_name(tmp_path):
+    (tmp_path / "run.yaml").write_text("on: slurm\ngpus_per_node: 4\noutput_dir: run\n")
+    assert parse_arguments(LaunchConfig, "", [f"--config={tmp_path}/run.yaml"]).on == "slurm"
