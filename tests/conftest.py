@@ -35,6 +35,7 @@ pytest.register_assert_rewrite(
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from bucket import Bucket, running_bucket  # noqa: E402
 from postgres import Postgres, running_postgres  # noqa: E402
 
 from demo.model import build_model, build_tokenizer  # noqa: E402
@@ -282,13 +283,31 @@ def postgres() -> Iterator[Postgres]:
         yield server
 
 
-@pytest.fixture(params=["file", "postgres"])
+@pytest.fixture(scope="session")
+def bucket_server(tmp_path_factory) -> Iterator[Bucket]:
+    with running_bucket(tmp_path_factory.mktemp("bucket")) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(bucket_server, monkeypatch) -> Bucket:
+    """A bucket, to which this process is led, and the programs that it starts."""
+    for name, value in bucket_server.environment.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    return bucket_server
+
+
+@pytest.fixture(params=["file", "postgres", pytest.param("bucket", marks=pytest.mark.rare)])
 def pool_config(request, tmp_path) -> ServerConfig:
-    """Settings of a pool without a run, with its rows in a file, or in PostgreSQL where that is installed."""
-    kept = {"pool_file": str(tmp_path / "run.sqlite")}
-    if request.param == "postgres":
-        kept = {"pool_url": request.getfixturevalue("postgres").new_database()}
-    return ServerConfig(task="rollouts", pool_folder=str(tmp_path / "files"), **kept)
+    """Settings of a pool without a run, with its rows in a file, or in PostgreSQL where that is installed, there also
+    with its files in a bucket."""
+    kept = {"pool_file": str(tmp_path / "run.sqlite"), "pool_folder": str(tmp_path / "files")}
+    if request.param != "file":
+        kept = kept | {"pool_file": None, "pool_url": request.getfixturevalue("postgres").new_database()}
+    if request.param == "bucket":
+        kept["pool_folder"] = request.getfixturevalue("bucket").new_folder()
+    return ServerConfig(task="rollouts", **kept)
 
 
 def launcher(ranks: int) -> list[str]:

@@ -30,7 +30,8 @@ class ServerConfig(ConnectionSection, SharedConfig):
     )
     pool_folder: str | None = option(
         None,
-        "folder of a pool's files, weights above all, on a disk that its pools share; unset: POOL_FILE.files",
+        "folder of a pool's files, weights above all, that its pools share: on a disk, or with pool_url also "
+        "s3://BUCKET/PREFIX; unset: POOL_FILE.files",
         needs="task rollouts",
     )
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
@@ -60,6 +61,8 @@ class ServerConfig(ConnectionSection, SharedConfig):
             self.check(
                 self.pool_url is None or self.pool_folder is not None, pool_folder="name one that its pools share"
             )
+            is_bucket = (self.pool_folder or "").startswith("s3://")
+            self.check(self.pool_url or not is_bucket, pool_folder="a bucket needs a pool_url: name a folder on a disk")
         self.check(self.update_folder is None or is_whole, update_folder="quantized weights cannot be replaced")
         if self.token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
             self.refuse("host", f"others could reach it there: give --token_file or {TOKEN_VARIABLE}, or use 127.0.0.1")

@@ -25,7 +25,7 @@ from grpo.pool.database import (
     refuse_damage,
     unusable,
 )
-from grpo.pool.files import Files
+from grpo.pool.files import open_files
 from grpo.pool.protocol import GroupResult, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, digests_of, encode_drawn, names_of
 from grpo.wire.refusals import ProtocolError, malformed
@@ -51,7 +51,7 @@ class Store:
         self._run: RunInfo | None = None
         self._has_given_folder = folder is not None
         try:
-            self.files = Files(folder or f"{place}.files")
+            self.files = open_files(folder or f"{place}.files")
             self.known_run()  # refuses a damaged one
             for version in self.versions()[-1:]:
                 self._check_files(version)
@@ -161,13 +161,14 @@ class Store:
             raise ProtocolError(409, "missing_file", message)
 
     def _drop_files_of(self, removed: Iterable[Version]) -> None:
-        used = {sha256 for version in self.versions() for sha256 in _files_of(version)}
-        if run := self.known_run():
-            used |= {run.model_files, run.base_weights}
-        # Pictures stay as tasks do: a run that goes back to a checkpoint has them drawn again.
-        pictures = self.database.sql("SELECT DISTINCT pictures FROM tasks WHERE length(pictures) > 0")
-        used |= {name for (digests,) in pictures for name in names_of(digests)}
-        self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
+        with self.database.transaction():  # meanwhile no other pool stores what names a file that is being dropped
+            used = {sha256 for version in self.versions() for sha256 in _files_of(version)}
+            if run := self.known_run():
+                used |= {run.model_files, run.base_weights}
+            # Pictures stay as tasks do: a run that goes back to a checkpoint has them drawn again.
+            pictures = self.database.sql("SELECT DISTINCT pictures FROM tasks WHERE length(pictures) > 0")
+            used |= {name for (digests,) in pictures for name in names_of(digests)}
+            self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Keep tasks. Raises ProtocolError, 409, for one that is stored with other content, or one of whose pictures is

@@ -216,10 +216,11 @@ def test_a_signal_ends_a_wait_for_workers_also_where_the_pool_has_gone(words, tm
     assert "stopped by signal while round 0 waited for workers; nothing is lost" in output
 
 
+@pytest.mark.parametrize("pool_config", ["postgres", pytest.param("bucket", marks=pytest.mark.rare)], indirect=True)
 def test_a_run_through_two_pools_on_one_database_is_the_same_when_one_of_them_and_the_database_die(
-    words, undisturbed, tmp_path, postgres
+    words, undisturbed, tmp_path, postgres, pool_config
 ):
-    options = ["--task", "rollouts", "--pool_url", postgres.new_database(), "--pool_folder", str(tmp_path / "files")]
+    options = ["--task", "rollouts", "--pool_url", pool_config.pool_url, "--pool_folder", pool_config.pool_folder]
     with ExitStack() as running:
         of_trainer, other = (running.enter_context(running_server(None, tmp_path, *options)) for _ in range(2))
         for served, names in ((of_trainer, "a"), (other, "bc")):
