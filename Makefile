@@ -8,7 +8,8 @@
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
 # make test-versions  fast tests and demo with the lowest and the newest versions that pyproject.toml allows
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
-# make test-clusters  a run that ssh, SLURM, Ray and Kubernetes disturb: apt-get install slurm-wlm pdsh openssh-server
+# make test-clusters  a run that ssh, SLURM, Ray and Kubernetes disturb, and pools on a bucket: apt-get install slurm-wlm
+#              pdsh openssh-server postgresql
 # make check   ruff
 # make docs    the documentation as a site with a search, in build/site; broken links fail
 # make setup   only .venv with the pinned requirements, those of the tests too
@@ -86,8 +87,9 @@ test-vllm: $(READY_TO_TEST) $(READY_VLLM)
 	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m "" -o timeout=1800 --durations=10 tests/workers/test_vllm_*.py
 
 test-clusters: $(READY_TO_TEST)
-	$(BIN)/python -m pip install ray==2.60.0 kubernetes-validate==1.37.0
+	$(BIN)/python -m pip install ray==2.60.0 kubernetes-validate==1.37.0 s3fs==2026.9.0 'moto[server]==5.2.5'
 	$(BIN)/python -m pytest -m "" --durations=5 tests/programs/test_clusters.py
+	$(BIN)/python -m pytest -m "" --durations=5 -k bucket tests/pool tests/programs/test_pool_runs.py
 
 check: $(READY_TO_TEST)
 	$(BIN)/ruff check .

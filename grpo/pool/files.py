@@ -172,8 +172,10 @@ class BucketFiles:
             self._temporary = tempfile.TemporaryDirectory(prefix="grpo-pool-")
             self._incoming = Files(self._temporary.name)
         except Exception as error:  # of s3fs, botocore and aiohttp, which have no base in common
-            remedy = "name a bucket that AWS_ACCESS_KEY_ID may list, read, write and delete in, of AWS_ENDPOINT_URL"
-            raise ConfigError(f"pool_folder={folder!r}: {one_line(error)}: {remedy}") from error
+            remedy = "name a bucket where the AWS credentials may list, read, write and delete files"
+            raise ConfigError(
+                f"pool_folder={folder!r}: {one_line(error)}: {remedy}, and its AWS_ENDPOINT_URL if it is not Amazon's"
+            ) from error
 
     def _check_rights(self) -> None:
         probe = f"{self._path}/{uuid4().hex}"

@@ -45,11 +45,11 @@ def proxy(bucket, monkeypatch):
 
 def test_a_client_goes_on_with_another_pool_when_one_is_killed_while_it_uploads(config, bucket, tmp_path):
     options = ["--task", "rollouts", "--pool_url", config.pool_url, "--pool_folder", config.pool_folder]
-    data = weights(0, 3 * PIECE_BYTES + 12345)
+    data, own = weights(0, 3 * PIECE_BYTES + 12345), {"TMPDIR": str(tmp_path)}  # where the killed one's pieces stay
     with (
         closing(Proxy(bucket.port)) as proxy,
-        running_server(None, tmp_path, *options, environment={"AWS_ENDPOINT_URL": proxy.url}) as first,
-        running_server(None, tmp_path, *options) as second,
+        running_server(None, tmp_path, *options, environment=own | {"AWS_ENDPOINT_URL": proxy.url}) as first,
+        running_server(None, tmp_path, *options, environment=own) as second,
         ThreadPoolExecutor() as threads,
     ):
         client = PoolClient(f"{first.url},{second.url}")
@@ -169,7 +169,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_in_a_sentence(config, bucket, m
         assert "\n" not in str(refused.value) and str(refused.value).startswith(f"pool_folder={folder!r}")
         return str(refused.value)
 
-    assert "bucket does not exist: name a bucket that AWS_ACCESS_KEY_ID may list, read" in refusal("s3://none/a")
+    assert "bucket does not exist: name a bucket where the AWS credentials may list, read" in refusal("s3://none/a")
     assert "name a bucket" in refusal("s3://")
     with monkeypatch.context() as changed:
         changed.delenv("AWS_ACCESS_KEY_ID")

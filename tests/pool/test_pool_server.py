@@ -343,6 +343,7 @@ POOL = ["--task", "rollouts", "--pool_file", "x"]
             [*POOL[:2], "--pool_url", "mysql://h/d"],
             "pool_url='mysql://h/d': write it as postgresql://USER@HOST/DATABASE",
         ),
+        ([*POOL, "--pool_folder", "s3://b/p"], "pool_folder='s3://b/p': a bucket needs a pool_url: name a folder"),
         ([*POOL, "--update_folder", "y"], "update_folder='y': it does nothing without task logprobs"),
         ([*POOL, "--estimate"], "estimate=True: it does nothing without task logprobs"),
     ],

@@ -222,7 +222,8 @@ def test_a_run_through_two_pools_on_one_database_is_the_same_when_one_of_them_an
 ):
     options = ["--task", "rollouts", "--pool_url", pool_config.pool_url, "--pool_folder", pool_config.pool_folder]
     with ExitStack() as running:
-        of_trainer, other = (running.enter_context(running_server(None, tmp_path, *options)) for _ in range(2))
+        own = {"environment": {"TMPDIR": str(tmp_path)}}  # where pieces of files wait that go to a bucket
+        of_trainer, other = (running.enter_context(running_server(None, tmp_path, *options, **own)) for _ in range(2))
         for served, names in ((of_trainer, "a"), (other, "bc")):
             running.enter_context(workers(served.url, tmp_path, *names))
         settings = words(tmp_path / "run", pool=f"{other.url},{of_trainer.url}", **LAG)
@@ -230,7 +231,7 @@ def test_a_run_through_two_pools_on_one_database_is_the_same_when_one_of_them_an
         wait_until(lambda: len(status(other)["versions"]) > 1 or process.poll() is not None, seconds=90)
         other.end()
         time.sleep(1)
-        running.enter_context(running_server(None, tmp_path, *options, port=other.port))
+        running.enter_context(running_server(None, tmp_path, *options, port=other.port, **own))
         postgres.stop(signal.SIGQUIT)
         time.sleep(1)
         postgres.start()
