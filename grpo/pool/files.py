@@ -229,8 +229,8 @@ class BucketFiles:
 
     def drop_unused(self, used: Set[str], gone: Set[str]) -> None:
         """Delete unused files as Files does. Abandoned ones are looked for now and then: a long listing takes time."""
-        self._incoming.drop_unused(used, gone)
         dropped, now = gone - used, time.time()
+        self._incoming.drop_unused(set(), dropped)  # what is used is in the bucket
         if now >= self._next_search:
             files = [file for file in self._ask("ls", self._path, detail=True) or [] if file["type"] == "file"]
             old = [file["name"] for file in files if now - file["LastModified"].timestamp() >= _ABANDONED_SECONDS]
@@ -240,11 +240,13 @@ class BucketFiles:
             self._ask("rm_file", f"{self._path}/{sha256}")
 
     def _ask(self, method: str, *words: Any, **options: Any) -> Any:
-        """Call a method of the store; return None for a file that is not there. Raises ProtocolError if it fails."""
+        """Call a method of the store; return None for a file to read that is not there. Raises ProtocolError if it
+        fails."""
         try:
             return getattr(self._store, method)(*words, **options)
         except Exception as error:  # of s3fs, botocore and aiohttp, which have no base in common
-            if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error.__cause__):
+            is_absent = isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error.__cause__)
+            if is_absent and method != "put_file":  # which lost its upload, or the file that it sends
                 return None
             message = f"{self._folder} cannot be written or read ({one_line(error)})"
             log.error(message)

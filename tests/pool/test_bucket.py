@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import requests
 from bucket import NAME
 from conftest import running_server
 from pools import Pool
@@ -86,7 +87,7 @@ def test_a_bucket_that_is_away_for_a_while_ends_no_pool_and_costs_no_file(config
         assert pool.post("run", RUN.to_json()).status == 200
         version = pool.put_version(0)
         pool.post("files", data[:1000], sha256=sha(data), size=5000, offset=0)
-        requests = {
+        asked = {
             "the rest of a file": lambda: pool.post("files", data[1000:], sha256=sha(data), size=5000, offset=1000),
             "a part of a file": lambda: pool.get("files", sha256=version.sha256),
             "a version": lambda: pool.post("versions", replace(version, version=1).to_json()),
@@ -94,11 +95,28 @@ def test_a_bucket_that_is_away_for_a_while_ends_no_pool_and_costs_no_file(config
             "what is not needed": lambda: pool.post("needed", version=1),
         }
         proxy.close()
-        for name, ask in requests.items():
+        for name, ask in asked.items():
             status, code, message = ask().refusal[:3]
             assert (status, code) == (503, "no_space"), name
             assert message.startswith(f"{config.pool_folder} cannot be written or read (") and "\n" not in message
         assert service.death is None and bucket.names(config.pool_folder) == {"run", version.sha256, sha(FOLDER)}
+
+
+def test_a_bucket_that_was_deleted_is_not_taken_for_an_empty_one(config, bucket):
+    url = f"{bucket.environment['AWS_ENDPOINT_URL']}/deleted"
+    assert requests.put(url, timeout=30).ok
+    with closing(open_files("s3://deleted/files")) as files:
+        assert files.size(sha(FOLDER)) is None and files.read(sha(FOLDER), 0, 1) == b""
+        assert requests.delete(url, timeout=30).ok
+        for ask in (
+            lambda: files.size(sha(FOLDER)),
+            lambda: files.read(sha(FOLDER), 0, 1),
+            lambda: files.claim("a", "runs/a"),
+            lambda: files.drop_unused(set(), set()),
+        ):
+            with pytest.raises(ProtocolError, match="bucket does not exist") as refusal:
+                ask()
+            assert refusal.value.status == 503
 
 
 def test_what_a_pool_names_no_other_drops(config, monkeypatch):
