@@ -32,6 +32,7 @@ class Machine:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # the group is not there in its first moment
             process.wait()
 
 

@@ -318,7 +318,7 @@ def test_kubernetes_drains_and_loses_nodes_of_trainers_pool_and_workers(pods, se
 
     def start(stack: ExitStack, pod: str, kind: str, name: str) -> subprocess.Popen:
         (container,) = manifests[kind, name]["template"]["spec"]["containers"]
-        words = "\n".join([sys.executable, *container["args"]]).replace("$(JOB_COMPLETION_INDEX)", pod[11])
+        words = "\n".join([sys.executable, *container["args"]]).replace("$(JOB_COMPLETION_INDEX)", pod[11:12])
         for path, here in places.items():
             words = words.replace(f"={path}", f"={here}")
         return stack.enter_context(pods[pod].running(words.splitlines(), tmp_path / f"{pod}.log"))
