@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-from grpo.clusters.plan import MOST_FAILURES, FailureCount, Share, pool_words, roles_of, share_of, table
+from grpo.clusters.plan import MOST_FAILURES, OF_POOL, FailureCount, Share, pool_words, roles_of, share_of, table
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, LOWERED, say_once, typed_command
@@ -170,7 +170,8 @@ class Programs:
             self._write_settings()
 
     def _write_settings(self) -> None:
-        self._settings.write_text(to_yaml(asdict(self._config)), encoding="utf-8")
+        settings = {name: value for name, value in asdict(self._config).items() if name not in OF_POOL}
+        self._settings.write_text(to_yaml(settings), encoding="utf-8")
 
     def _plan_services(self) -> list[Service]:
         config, share, run = self._config, self._share, Path(self._config.output_dir)

@@ -9,7 +9,7 @@ import secrets
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import read_records, writable
 
 MOST_FAILURES = 3  # times that the ranks, or another program, are lost without a step in between
+OF_POOL = {"pool_url", "pool_folder"}  # settings that only a launcher and the pool may read
 _CPUS, _MEMORY = 8, 64  # cores and GiB of memory that a program wants for each of its GPUs
 
 
@@ -135,16 +136,17 @@ def fill_in(template: str, /, **values: object) -> str:
 
 
 @contextmanager
-def shared_files(config: LaunchConfig) -> Iterator[list[str]]:
-    """Keep the settings and a token, unless the user names one, in a folder beside the run's, on the disk that all
-    machines share. Yield the options that name them."""
+def shared_files(config: LaunchConfig, without: Set[str] = frozenset()) -> Iterator[list[str]]:
+    """Keep settings, but for those `without`, and a token, the user's or a new one, in a folder beside the run's, on
+    the disk that all machines share. Yield the options that name them."""
     run = Path(config.output_dir).absolute()
     with writable("output_dir", run.parent):
         run.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{run.name}-launch-", dir=run.parent))  # which others cannot read
     try:
         settings, token = folder / "settings.yaml", folder / "token"
-        settings.write_text(to_yaml(config.passed_on()), encoding="utf-8")
+        passed_on = {name: value for name, value in config.passed_on().items() if name not in without}
+        settings.write_text(to_yaml(passed_on), encoding="utf-8")
         token.write_text(f"{config.token or secrets.token_urlsafe(32)}\n")
         yield ["--config", str(settings), "--token_file", str(token)]
     finally:

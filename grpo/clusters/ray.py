@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo.clusters.plan import MOST_FAILURES, FailureCount, Role, shared_files
+from grpo.clusters.plan import MOST_FAILURES, OF_POOL, FailureCount, Role, shared_files
 from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
 from grpo.config.fields import PROGRAMS
@@ -93,7 +93,7 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    with shared_files(config) as files:
+    with shared_files(config, OF_POOL) as files:
         while True:
             try:
                 code = attempt.run(files)

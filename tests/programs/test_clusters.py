@@ -260,7 +260,7 @@ def test_with_min_ranks_the_run_continues_on_the_machine_that_is_left(ssh, setti
     assert all((weight - expected[name]).abs().max() < 1e-4 for name, weight in weights(run / "model").items())
 
 
-def test_ray_loses_a_node_of_ranks_and_workers_and_gets_another(settings, undisturbed, tmp_path, monkeypatch):
+def test_ray_loses_a_node_of_ranks_and_workers_and_gets_another(settings, undisturbed, postgres, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="pip install ray==2.60.0")
     from ray.cluster_utils import Cluster
 
@@ -268,7 +268,8 @@ def test_ray_loses_a_node_of_ranks_and_workers_and_gets_another(settings, undist
         monkeypatch.setenv(name, value)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
     environment, run, log = os.environ | {"RAY_ADDRESS": cluster.address}, tmp_path / "run", tmp_path / "log"
-    command = launch_words("ray", settings, run, "--nnodes=2", "--gpus_per_node=0", "--workers=2")
+    words = ["--nnodes=2", "--gpus_per_node=0", "--workers=2", f"--pool_url={postgres.new_database()}"]
+    command = launch_words("ray", settings, run, *words, f"--pool_folder={tmp_path}/files")
     try:
         assert "nnodes=2: the plan has 6 programs with a CPU each, the cluster 3 CPUs" in refused(command, environment)
         node = cluster.add_node(num_cpus=3)
@@ -278,6 +279,9 @@ def test_ray_loses_a_node_of_ranks_and_workers_and_gets_another(settings, undist
                 programs_of(run, program)[-1].kill()
             wait_until(lambda: starts_of(run) == 2, 120, launcher)
             before = steps_of(run)
+            postgres.stop(signal.SIGQUIT)
+            time.sleep(1)
+            postgres.start()
             wait_until(lambda: steps_of(run) > before + 2, 120, launcher)
             cluster.remove_node(node)
             wait_until(lambda: "waiting for places" in log.read_text().rpartition("starts again")[2], 120, launcher)
