@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": (PACKAGE / "chat.py", "talk to a model"),
     "report": (PACKAGE / "report/__main__.py", "the page of a run, or of several"),
     "status": (PACKAGE / "report/status.py", "how runs stand, in a few lines"),
+    "stop": (PACKAGE / "report/status.py", "let runs finish their step, save and end for good", "--stop"),
     "import-gguf": (PACKAGE / "import_gguf.py", "turn a GGUF file into a model's folder"),
 }
 

@@ -14,6 +14,7 @@ What it is given lies in the folder OUTPUT_DIR.inputs: rows, functions (dill sto
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -33,7 +34,7 @@ from grpo.config.console import start_program
 from grpo.config.errors import ConfigError, first_here, one_line
 from grpo.config.fields import PROGRAMS
 from grpo.config.trainer import settings_in
-from grpo.run.run_folder import check_unused, name_by_time, read_records
+from grpo.run.run_folder import check_unused, finished_steps, is_stop_asked, name_by_time, read_records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,6 +168,9 @@ def train(
             raise ConfigError("eval_dataset: give rows with rows, or let train_dataset name a folder with both splits")
     program = [str(PROGRAMS / "grpo_ref_split.py")] if "RANK" in os.environ else ["-m", "grpo.launch"]
     _follow(program, inputs.write(settings), _environment())
+    is_done = settings.get("dry_run") or finished_steps(folder) >= settings_in(folder).get("max_steps", math.inf)
+    if is_stop_asked(folder) and not is_done:
+        raise RunError(f"{folder}: grpo stop ended it: the same call with resume_from_checkpoint='last' goes on")
     return SavedRun(folder)
 
 

@@ -37,7 +37,7 @@ from grpo.config.programs import LaunchConfig
 from grpo.config.trainer import settings_in
 from grpo.report.status import is_ready
 from grpo.run.exit import exit_code
-from grpo.run.run_folder import find_run_folder, finished_steps
+from grpo.run.run_folder import find_run_folder, finished_steps, is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
@@ -96,7 +96,8 @@ def launch_here(config: LaunchConfig) -> int:
             code = programs.run()
         finally:
             programs.end()
-    if code == 0 and not config.dry_run and finished_steps(run) < settings_in(run).get("max_steps", math.inf):
+    is_done = config.dry_run or finished_steps(run) >= settings_in(run).get("max_steps", math.inf)
+    if code == 0 and not is_done and not is_stop_asked(run):
         say_once(
             f"{run}: the trainer ended with code 0 before its last step: something ended its process: put reward "
             "functions behind --reward_timeout, tools and an environment behind --tool_timeout"
@@ -153,8 +154,9 @@ class Programs:
             code = self._wait()
             killed_by = next((-code for code in self._exit_codes() if code < 0), 0)
             self._end_ranks()
+            asked_to_stop = self._is_asked_to_stop or is_stop_asked(Path(self._config.output_dir))
             # Of several machines, whatever has started all of them does it again.
-            if code == 0 or self._is_asked_to_stop or self._config.nnodes > 1:
+            if code == 0 or asked_to_stop or self._config.nnodes > 1:
                 return code
             if self._lowered.exists() and times_lowered < _MOST_LOWERED:
                 ((name, value),) = json.loads(self._lowered.read_text(encoding="utf-8")).items()

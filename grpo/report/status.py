@@ -1,15 +1,18 @@
-"""Tells how runs stand: step, speed and time left; who trains, since when; the servers that they ask.
+"""Tells how runs stand: step, speed and time left; who trains, since when; the servers that they ask. Or stops them.
 
     grpo status runs/DATE-TIME
     grpo status /shared/run1 /shared/run2
+    grpo stop runs/DATE-TIME
 
-Any machine that has the folders can tell.
+Any machine that has the folders can tell. `stop` lets the trainer finish its step, save and end with code 0, so that
+nothing starts it again; it waits for that end, until Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import re
 import socket
 import statistics
 import sys
@@ -20,12 +23,14 @@ from pathlib import Path
 
 import requests
 
-from grpo.config.errors import program_name
+from grpo.config.errors import program_name, say_once
 from grpo.report.read import RecordedRun, duration, read_run
-from grpo.run.exit import exit_code
-from grpo.run.run_folder import LOCK, checkpoints, finished_steps
+from grpo.run.exit import exit_code, how_to_continue
+from grpo.run.run_folder import LOCK, STOP, checkpoints, finished_steps, is_stop_asked, step_of, writable
 
 _LATEST = 20  # steps that speed and time left are computed from
+_LOOK = 0.5  # seconds between two looks at who trains
+_NO_LOCKS = ", if it still lives: this disk has no locks,"
 
 
 def status(folder: Path) -> list[str]:
@@ -37,7 +42,8 @@ def status(folder: Path) -> list[str]:
         start, hosts = run.starts[-1], ", ".join(run.starts[-1].get("hosts", ()))
         began = datetime.fromisoformat(start["time"]).astimezone()
         ended = "it is done" if finished_steps(folder) else "no trainer writes there any more"
-        who = f"{process} trains" if process else ended
+        trains = f"{process} trains, and is asked to stop" if is_stop_asked(folder) else f"{process} trains"
+        who = trains if process else ended
         lines.append(f"{who}; start {len(run.starts)}, {began:%Y-%m-%d %H:%M}: {start.get('ranks')} ranks on {hosts}")
     if run.rows:
         age = duration(time.time() - (folder / "metrics.jsonl").stat().st_mtime)
@@ -75,10 +81,55 @@ def writer(folder: Path) -> str | None:
             except (BlockingIOError, PermissionError):
                 return file.read().strip()
             except OSError:
-                return f"{file.read().strip()}, if it still lives: this disk has no locks,"
+                return f"{file.read().strip()}{_NO_LOCKS}"
     except FileNotFoundError:
         pass
     return None
+
+
+def stop(folders: list[Path]) -> int:
+    """Ask the trainers of runs to stop for good, and wait for their end. Return the exit code: 1 if one does not train,
+    or trains again. Raises ConfigError before any is asked if a folder is none."""
+    for folder in folders:
+        read_run(folder, may_be_empty=True)
+    code, asked = 0, {}
+    for folder in folders:
+        if (process := writer(folder)) is None:
+            say_once(
+                f"runs='{folder}': nobody trains there: what waits for machines, or starts the run again, is ended by "
+                "Ctrl-C, scancel, kubectl delete job or ray job stop"
+            )
+            code = 1
+            continue
+        with writable("runs", folder):
+            (folder / STOP).touch()
+        is_seen = not process.endswith(_NO_LOCKS)
+        end = "" if is_seen else f"; grpo status {folder} shows when it is at rest"
+        print(f"{folder}: asked {process} to stop after its step{end}", flush=True)
+        if is_seen:
+            asked[folder] = process
+    for folder, process in asked.items():
+        while is_stop_asked(folder) and writer(folder) == process:
+            time.sleep(_LOOK)
+        if (other := writer(folder)) is None:
+            print(f"{folder}: {process} has ended; {what_is_kept(folder)}", flush=True)
+        else:
+            say_once(f"runs='{folder}': {other} has begun there meanwhile: end what started it, or stop it too")
+            code = 1
+    return code
+
+
+def what_is_kept(folder: Path) -> str:
+    """Return what a run that has ended left: its model, or the last checkpoint and how to continue from it."""
+    if finished_steps(folder):
+        return f"the run is done: its model is in {folder / 'model'}"
+    if not (kept := checkpoints(folder)):
+        return "there is no checkpoint: the same command begins again"
+    run = read_run(folder, may_be_empty=True)
+    started = run.starts[-1]["command"] if run.starts else ""
+    command = started if re.match(r"(grpo |python -m grpo\.)launch ", started) else ""  # other launchers' is not whole
+    way_on = how_to_continue(folder.absolute(), step_of(kept[-1]), command)
+    return f"its last step was {max(run.rows, default=0)}, and it left {kept[-1].name}; {way_on}"
 
 
 def servers(run: RecordedRun) -> list[str]:
@@ -117,15 +168,20 @@ def main() -> int:
         prog=program_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs")
+    parser.add_argument("--stop", action="store_true", help=argparse.SUPPRESS)  # `grpo stop`
     arguments = parser.parse_args()
 
-    def work() -> None:
+    def work() -> int | None:
+        if arguments.stop:
+            return stop(arguments.runs)
         for folder in arguments.runs:
             text = "\n".join(status(folder))
             with suppress(BrokenPipeError):  # its reader, such as head, has read enough
                 print(text, flush=True)
+        return None
 
-    return exit_code(work, (OSError,), "interrupted")
+    interrupted = "no longer waiting: what was asked to stop stops" if arguments.stop else "interrupted"
+    return exit_code(work, (OSError,), interrupted)
 
 
 if __name__ == "__main__":

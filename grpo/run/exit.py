@@ -4,7 +4,8 @@ The first SIGINT, SIGTERM or SIGHUP lets a run finish its step and save, a secon
 launcher's two processes the upper one dies of a signal and leaves everything running; the lower one passes it on, and
 kills the ranks after 30 seconds. So each rank watches both from its first moment on: a launcher that is gone counts as
 a signal, and the lower process is stopped (SIGSTOP) until the rank has ended. The program that reads the ranks' output
-(tee, ssh) may die of the same Ctrl-C, or alone: a closed stdout or stderr counts as a signal too, and is no error.
+(tee, ssh) may die of the same Ctrl-C, or alone: a closed stdout or stderr counts as a signal too, and is no error. The
+file of `grpo stop` asks as a first signal does, and the run ends with 0.
 """
 
 import atexit
@@ -37,9 +38,12 @@ from grpo.config.errors import (
     ranks_here,
     say_once,
 )
+from grpo.run.run_folder import is_stop_asked
 
 _GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the first one, passed on by the launcher
 _LOOK = 0.5  # seconds between two looks at the launcher
+_LOOK_FOR_STOP = 1.0  # the same for the file of `grpo stop`
+FOR_GOOD = 128  # `grpo stop` among the numbers of signals: the greatest, as it counts if some ranks got a signal
 
 
 class Launcher:
@@ -68,12 +72,12 @@ class Launcher:
 
 class StopSignals:
     """Catch the signals that ask this process to stop: the first one only sets `asked`. A thread reads them, as the
-    main thread may be in a collective."""
+    main thread may be in a collective. Another one watches for `grpo stop`."""
 
-    def __init__(self, launcher: Launcher, event: threading.Event | None = None) -> None:
-        """`event` is set when a signal asks."""
+    def __init__(self, launcher: Launcher, event: threading.Event | None = None, folder: Path | None = None) -> None:
+        """`event` is set when a signal asks, or a file in the run's `folder`."""
         self._event = event or threading.Event()
-        self.asked = 0  # number of the signal that asked to stop; 0 before there was one
+        self.asked = 0  # number of the signal that asked to stop, or FOR_GOOD; 0 before there was one
         self._asked_at = 0.0
         self._launcher_hold: subprocess.Popen | None = None
         self._launcher = launcher.process
@@ -88,6 +92,15 @@ class StopSignals:
         sys.stderr = _Output(sys.stderr, partial(self._ask_unless_asked, "stderr was closed"))
         threading.Thread(target=self._read_signals, name="signals", daemon=True).start()
         launcher.on_gone = partial(self._ask_unless_asked, "the launcher is gone")
+        if folder is not None:
+            threading.Thread(target=self._watch, args=[folder], name="stop", daemon=True).start()
+
+    def _watch(self, folder: Path) -> None:
+        while not is_stop_asked(folder):
+            time.sleep(_LOOK_FOR_STOP)
+        if not self.asked:
+            self._ask(FOR_GOOD, "grpo stop")
+        self.asked = FOR_GOOD  # also after a signal: what starts a preempted run again must take this as its end
 
     def _read_signals(self) -> None:
         while True:
@@ -102,7 +115,7 @@ class StopSignals:
         elif number != signal.SIGHUP:  # a closed terminal and its shell send one each
             # The passed-on signal may be handled first: where two are pending, Linux runs SIGTERM's handler first.
             passed_on = signal.SIGTERM in (number, self.asked) and time.monotonic() < self._asked_at + _GRACE
-            if not passed_on:
+            if not passed_on or self.asked == FOR_GOOD:
                 os._exit(128 + number)
             self.asked = min(self.asked, number)  # SIGINT of a Ctrl-C
 
@@ -114,9 +127,10 @@ class StopSignals:
         self.asked, self._asked_at = number, time.monotonic()
         self._event.set()
         if first_here():
-            if self._launcher:
+            if self._launcher and number != FOR_GOOD:
                 self._launcher_hold = _hold(self._launcher)
-            print(f"\n{reason}: stopping after this step; once more ends it at once", file=sys.stderr, flush=True)
+            what = "a signal" if number == FOR_GOOD else "once more"
+            print(f"\n{reason}: stopping after this step; {what} ends it at once", file=sys.stderr, flush=True)
         self._asked_at = time.monotonic()  # again: a terminal may have stopped the print for longer than _GRACE
 
 
@@ -199,14 +213,20 @@ class EndRun(Exception):
     """The end of a run before its last step, on every rank after the same step. The message says why."""
 
     def __init__(self, message: str, code: int = 1, traceback: str = ""):
-        """`code` is the exit code: 1, or 128 + a signal's number. `traceback` is the user's part, with line ends."""
+        """`code` is the exit code: 1, or that of code_of. `traceback` is the user's part, with line ends."""
         super().__init__(message)
         self.code, self.traceback = code, traceback
 
 
-def how_to_continue(folder: Path, step: int) -> str:
-    """Return the command that resumes a run, to copy from its last line (whole if grpo.launch started the run)."""
-    words, kept = iter(shlex.split(os.environ.get(COMMAND, ""))), []
+def code_of(asked: int) -> int:
+    """Return the exit code of a run that ends because it was asked to stop, by a signal or FOR_GOOD."""
+    return 0 if asked == FOR_GOOD else 128 + asked
+
+
+def how_to_continue(folder: Path, step: int, command: str | None = None) -> str:
+    """Return the command that resumes a run, to copy from its last line (whole if grpo.launch started the run). Another
+    process than the run's gives the `command` of grpo.launch that started it."""
+    words, kept = iter(shlex.split(os.environ.get(COMMAND, "") if command is None else command)), []
     for word in words:
         name, has_value, _ = word.partition("=")
         if name.replace("-", "_") not in ("__resume_from_checkpoint", "__output_dir"):
@@ -231,7 +251,7 @@ def exit_code(work: Callable[[], int | None], failures: tuple[type[Exception], .
     except EndRun as end:
         if end.code == 1:
             say_once(str(end), end.traceback)
-        elif first_here():  # a signal, which all ranks act on: no error
+        elif first_here():  # it was asked to, and all ranks act on that: no error
             print(f"{program_name()}: {end}", file=sys.stderr, flush=True)
         return end.code
     except failures as error:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 6
 PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a folder that has it is complete
-STOP = "stop"  # the file by which `grpo stop` asks
+STOP = "stop"  # the file by which `grpo stop` asks; the next trainer removes it
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 PICTURES = "pictures"  # the folder of the pictures of recorded prompts
 
@@ -101,6 +101,14 @@ def make_run_folder(config: RecordSection, folder: Path) -> None:
         lock_run(folder)
     if config.resume_from_checkpoint is None:
         check_unused("output_dir", folder, may_have_begun=True)
+
+
+def is_stop_asked(folder: Path) -> bool:
+    """Tell whether `grpo stop` asked the trainer that is in the folder, or was the last one there."""
+    with suppress(OSError):
+        # Asked for a single name, NFS may answer for a minute from memory; it looks anew where a folder is opened.
+        return STOP in os.listdir(folder)
+    return False
 
 
 def check_writable(field: str, folder: Path) -> None:

@@ -221,7 +221,7 @@ class PoolSampler(Sampler):
             except (ServerError, SaveError) as error:
                 lost = error
             except Stopped:
-                lost = ServersLost(f"stopped by signal while round {self._round} waited for workers")
+                lost = ServersLost(f"stopped while round {self._round} waited for workers")
             raise_together(lost, ServersLost)
         finally:
             ended.set()

@@ -19,7 +19,7 @@ from grpo.data.records import StepBatch
 from grpo.model.sharded import weights_to_save
 from grpo.rewards.functions import TrainerState, format_user_stack
 from grpo.run.collective import from_first, gather
-from grpo.run.exit import EndRun
+from grpo.run.exit import FOR_GOOD, EndRun, code_of
 from grpo.run.folder import save_model, use_best
 from grpo.run.run_folder import damage, with_error
 from grpo.trainer.deepspeed_engine import whole_weights
@@ -187,8 +187,9 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
         try:
             yield
         except (EndRun, ServersLost, RewardsLost) as end:
-            # What a signal stops may be a wait.
-            code = end.code if isinstance(end, EndRun) else 128 + run.stop.asked if run.stop.asked else 1
+            # What a signal stops may be a wait. Some ranks may not have got it, or not seen the file, yet.
+            asked = 0 if isinstance(end, EndRun) else max(gather(run.stop.asked))
+            code = end.code if isinstance(end, EndRun) else code_of(asked) if asked else 1
             way_on = run.checkpoints.leave(run.engine, run.progress)
             raise EndRun(f"{end}; {way_on}", code, getattr(end, "traceback", "")) from end
         except FloatingPointError as error:
@@ -207,8 +208,8 @@ def _place(run: Run) -> tuple[str, str]:
 
 
 def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]) -> None:
-    """Raise what raised_later kept, or EndRun if too many steps in a row taught nothing, names clash, or a signal asks
-    to stop."""
+    """Raise what raised_later kept, or EndRun if too many steps in a row taught nothing, names clash, or a signal or
+    `grpo stop` asks to stop."""
     if lost:
         raise lost[-1]
     if result.clash:
@@ -216,9 +217,10 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
     bad_steps = run.progress.bad_steps
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
         raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: the last {result.fault}")
-    signal = max(gather(run.stop.asked))  # also one that came in an evaluation, or while something was saved
-    if signal and step < run.config.max_steps:
-        raise EndRun(f"stopped by signal {signal}", 128 + signal)
+    asked = max(gather(run.stop.asked))  # also what came in an evaluation, or while something was saved
+    if asked and step < run.config.max_steps:
+        by = "grpo stop" if asked == FOR_GOOD else f"signal {asked}"
+        raise EndRun(f"stopped by {by}", code_of(asked))
 
 
 def finish(run: Run) -> None:

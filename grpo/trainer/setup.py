@@ -133,7 +133,7 @@ def set_up(
     elif publisher:
         publisher.begin(reference)
     rounds.ask_again(progress.batches)
-    stop = StopSignals(launcher, stop_waiting)
+    stop = StopSignals(launcher, stop_waiting, folder)
     recorder = _start_record(config, ranks, inputs, folder, progress, is_resumed=checkpoint is not None)
     parts = engine, schedule, batcher, sampler, rounds, client, publisher, pool_run
     return Run(config, ranks, inputs, folder, *parts, rewarder, checkpoints, progress, recorder, stop)

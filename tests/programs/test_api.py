@@ -20,6 +20,7 @@ from servers import exact, wait_until
 from trainer_runs import lines
 
 import grpo
+from grpo.run.run_folder import write_progress
 
 ELSEWHERE = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
 BEGIN = """
@@ -129,6 +130,21 @@ if __name__ == "__main__":
     for sentence, part in zip(sentences, expected, strict=True):
         assert part in sentence
     assert 'raise ValueError("the judge is asleep")' in output  # the user's part of the stack is seen
+
+
+def test_a_run_that_grpo_stop_ended_is_not_returned_as_done(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+
+    def end_early(*_: object) -> None:
+        (run / "config.yaml").write_text("max_steps: 9\n")
+        (run / "stop").touch()
+
+    monkeypatch.setattr("grpo.api._follow", end_early)
+    with pytest.raises(grpo.RunError, match=f"^{run}: grpo stop ended it: the same call with resume_from_checkpoint="):
+        grpo.train("model", output_dir=run)
+    write_progress(run / "model", {"step": 9})  # it was in its last step
+    assert grpo.train("model", output_dir=run, resume_from_checkpoint="last").model_path.exists()
 
 
 @pytest.mark.rare

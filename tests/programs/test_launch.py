@@ -10,16 +10,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, run_python
 from processes import is_alive, processes_below
 from servers import wait_until
-from trainer_runs import check_weights, lines, options, wait_for_steps
+from trainer_runs import check_alike, check_weights, lines, options, wait_for_steps
 
 from grpo.clusters.plan import FailureCount, Share, share_of
 from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig
-from grpo.launch import launch
+from grpo.launch import Programs, launch
 
 MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
 
@@ -63,6 +63,20 @@ def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
     assert [failures.is_last() for _ in range(2)] == [False, False]
     metrics.write_text('{"step": 4}\n')  # it went back to a checkpoint, and failed before step 6
     assert failures.is_last()
+
+
+def test_a_killed_run_that_was_asked_to_stop_is_not_started_again(tmp_path, monkeypatch):
+    (tmp_path / "stop").touch()
+    programs, starts = Programs(LaunchConfig(output_dir=str(tmp_path)), Share(0, 1, 1, [], None, []), tmp_path), []
+
+    def start_trainer() -> None:
+        starts.append(subprocess.Popen(["sh", "-c", "kill -9 $$"]))
+        programs._ranks.append(starts[-1])
+
+    monkeypatch.setattr(programs, "_start_trainer", start_trainer)
+    assert programs.run() == 137 and len(starts) == 1
+    (tmp_path / "stop").unlink()
+    assert programs.run() == 137 and len(starts) == 4
 
 
 @pytest.mark.parametrize(
@@ -201,6 +215,55 @@ def test_workers_draw_what_the_trainer_would_though_one_and_their_pool_are_kille
     assert process.returncode == 0, output
     assert (run / "completions.jsonl").read_text() == (alone / "completions.jsonl").read_text()
     check_weights(run / "model", alone / "model")
+
+
+BLIND = """
+import os
+import grpo.run.exit
+
+def blind(completions, **columns):
+    if os.environ["RANK"] == "1":
+        grpo.run.exit.is_stop_asked = lambda folder: False
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_grpo_stop_ends_a_run_for_good_and_resumed_it_has_the_bits_of_an_undisturbed_one(
+    model_folder, data_folder, tmp_path
+):
+    """Also where one rank never sees the file."""
+    changes = {"nproc_per_node": 2, "beta": 0, "eval_steps": 0, "report_to": "none"}
+    changes |= {"reward_funcs": f"{tmp_path}/mine.py:blind"}
+    (tmp_path / "mine.py").write_text(BLIND)
+
+    def train(name: str, steps: int, **more) -> subprocess.Popen:
+        return begin(options(model_folder, data_folder, tmp_path / name, max_steps=steps, **changes, **more))
+
+    run = tmp_path / "run"
+    process = train("run", 10**6)
+    try:
+        wait_for_steps(process, run, 2)
+        started = programs_of(run)
+        stopped = run_python("-m", "grpo", "stop", run)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, stopped.returncode) == (0, 0), output + stopped.stderr
+    done = len(lines(run / "metrics.jsonl"))
+    assert output.count("grpo stop: stopping after this step") == output.count(": stopped by grpo stop; python") == 1
+    assert f"its last step was {done}, and it left checkpoint-{done}; python -m grpo.launch " in stopped.stdout
+    assert "Traceback" not in output and "error" not in output and not any(map(is_alive, started))
+    assert not (run / f"checkpoint-{done}/stop").exists() and not (run / "model").exists()
+
+    again = train("run", done + 2, resume_from_checkpoint="last")
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0 and f"goes on after step {done}" in output, output
+    assert not (run / "stop").exists()
+    straight = train("straight", done + 2)
+    assert straight.wait(timeout=240) == 0, straight.communicate()
+    straight.communicate()
+    check_alike(run, tmp_path / "straight")
 
 
 TIGHT = """

@@ -1,17 +1,21 @@
-"""`grpo status`: how runs stand, from their folders."""
+"""`grpo status` and `grpo stop`: how runs stand, and how they are stopped, from their folders."""
 
 import errno
 import re
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 import yaml
 from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
-from processes import wait_for_file
+from processes import end_by_ctrl_c, wait_for_file
 from recorded import write_rows
 
-from grpo.report.status import status, writer
+from grpo.config.errors import ConfigError
+from grpo.report.status import status, stop, writer
 from grpo.run.run_folder import write_progress
 
 STEPS = [{"step": step, "reward": step / 100, "num_tokens": 600 * step, "step_time": 30.0} for step in range(1, 41)]
@@ -40,10 +44,13 @@ def test_a_run_trains_is_killed_and_is_done(tmp_path, server, monkeypatch):
     with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT) as trainer:
         wait_for_file(tmp_path / "locked", trainer)
         lines = status(tmp_path)
+        (tmp_path / "stop").touch()
+        stopping = status(tmp_path)
         trainer.kill()
     speed = "step 40 of 100, reward 0.400, 30.0 s a step, 20 tokens a second"
     assert lines[0] == f"{tmp_path}: {speed}, about 30 min left"
     assert lines[1].startswith(f"  process {trainer.pid} on {socket.gethostname()} trains; start 2, 2026-11-27 ")
+    assert " trains, and is asked to stop; start 2, " in stopping[1] and "asked" not in lines[1]
     assert lines[1].endswith(f": 3 ranks on {socket.gethostname()}, node-2")
     assert re.fullmatch(r"  last step \d+ s ago; checkpoint-30", lines[2])
     assert lines[3:] == [f"  {server.url}: ready", f"  {nobody}: no answer"]
@@ -70,3 +77,92 @@ def test_a_run_without_a_step_and_a_folder_without_a_run(tmp_path):
     done = run_python("-m", "grpo", "status", tmp_path, tmp_path / "none")
     assert done.stdout == f"{tmp_path}: no step yet\n" and done.returncode == 2
     assert f"grpo status: error: runs='{tmp_path}/none': there is no metrics.jsonl" in done.stderr
+
+
+@contextmanager
+def training(folder: Path, at_stop: str):
+    """A process that has the lock of a run's folder, and does this once it is asked to stop."""
+    waits = TRAINS.replace("time.sleep(60)", "while not Path(sys.argv[1], 'stop').exists():\n    time.sleep(0.05)\n")
+    with subprocess.Popen([sys.executable, "-c", waits + at_stop, str(folder)], cwd=REPOSITORY) as trainer:
+        try:
+            wait_for_file(folder / "locked", trainer)
+            yield f"process {trainer.pid} on {socket.gethostname()}"
+        finally:
+            trainer.kill()
+
+
+SAVES = """
+from grpo.run.run_folder import write_progress
+kept = Path(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "checkpoint-7")
+kept.mkdir()
+write_progress(kept, {"step": 7})
+"""
+
+
+def test_a_stopped_run_is_waited_for_and_its_command_is_said(tmp_path):
+    write_rows(tmp_path / "run/metrics.jsonl", [{"step": step} for step in range(1, 8)])
+    words = "--config my.yaml --output_dir=runs/old --resume_from_checkpoint last"
+    write_rows(tmp_path / "run/starts.jsonl", [{"step": 0, "command": f"python -m grpo.launch {words}"}])
+    with training(tmp_path / "run", SAVES) as process:
+        done = run_python("-m", "grpo", "stop", "run", folder=tmp_path, environment={"PYTHONPATH": str(REPOSITORY)})
+    way_on = f"--resume_from_checkpoint last --output_dir {tmp_path}/run goes on after step 7"
+    assert done.stdout.splitlines() == [
+        f"run: asked {process} to stop after its step",
+        f"run: {process} has ended; its last step was 7, and it left checkpoint-7; "
+        f"python -m grpo.launch --config my.yaml {way_on}",
+    ]
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_another_launcher_started_is_not_said_to_be_a_whole_command(tmp_path, capsys):
+    write_rows(tmp_path / "starts.jsonl", [{"step": 0, "command": "grpo_ref_split.py --max_steps 9"}])
+    with training(tmp_path, SAVES):
+        assert stop([tmp_path]) == 0
+    told = f"left checkpoint-7; --resume_from_checkpoint last --output_dir {tmp_path} goes on after step 7\n"
+    assert capsys.readouterr().out.endswith(told)
+
+
+@pytest.mark.parametrize("at_stop, told", [("", "there is no checkpoint"), (SAVES, "the run is done: its model is in")])
+def test_a_run_may_end_without_a_step_or_with_its_last(at_stop, told, tmp_path, capsys):
+    with training(tmp_path, at_stop.replace("checkpoint-7", "model")):
+        assert stop([tmp_path]) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_where_nobody_trains_nothing_is_written(tmp_path, capsys):
+    (tmp_path / "ended").mkdir(), (tmp_path / "run").mkdir()
+    with training(tmp_path / "run", SAVES) as process:
+        with pytest.raises(ConfigError, match="runs='.*/none': there is no metrics.jsonl of a run"):
+            stop([tmp_path / "run", tmp_path / "none"])
+        assert not (tmp_path / "run/stop").exists()
+        assert stop([tmp_path / "ended", tmp_path / "run"]) == 1
+    assert not [*(tmp_path / "ended").iterdir()]
+    told = capsys.readouterr()
+    assert f"error: runs='{tmp_path}/ended': nobody trains there: " in told.err
+    assert f"run: {process} has ended; " in told.out
+
+
+def test_a_run_that_something_starts_again_is_not_waited_for(tmp_path, capsys):
+    """In a container the new trainer may have the old one's number."""
+    with training(tmp_path, "Path(sys.argv[1], 'stop').unlink()\ntime.sleep(60)") as process:
+        assert stop([tmp_path]) == 1
+    assert f"runs='{tmp_path}': {process} has begun there meanwhile: " in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_waiting_alone(tmp_path):
+    command, pipes = [sys.executable, "-m", "grpo", "stop", str(tmp_path)], {"stderr": subprocess.PIPE, "text": True}
+    with training(tmp_path, "time.sleep(60)"):
+        with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, **pipes) as waits:
+            end_by_ctrl_c(waits, tmp_path / "stop")
+            assert waits.stderr.read().endswith("no longer waiting: what was asked to stop stops\n")
+        assert (tmp_path / "stop").exists() and writer(tmp_path)
+
+
+def test_on_a_disk_without_locks_nobody_waits(tmp_path, monkeypatch, capsys):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / "trainer.lock").write_text("process 7 on node-1\n")
+    monkeypatch.setattr("fcntl.lockf", fail)
+    assert stop([tmp_path]) == 0 and (tmp_path / "stop").exists()
+    assert capsys.readouterr().out.endswith(f"; grpo status {tmp_path} shows when it is at rest\n")

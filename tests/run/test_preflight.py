@@ -19,7 +19,7 @@ from grpo.data.records import Example
 from grpo.rewards.compute import load_reward_funcs
 from grpo.run.collective import own_place
 from grpo.run.preflight import check_alike, describe_inputs, find_run
-from grpo.run.run_folder import make_run_folder, sum_files, write_progress
+from grpo.run.run_folder import is_stop_asked, make_run_folder, sum_files, write_progress
 
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -169,6 +169,16 @@ def test_a_folder_is_made_when_the_run_is_opened_and_not_when_it_is_found(tmp_pa
     assert find_run(settings, 0, 1) == (None, tmp_path / "b/run", False)
     assert [path.name for path in (tmp_path / "b/run").iterdir()] == ["trainer.lock"]
     assert caplog.messages == [f"there is nothing to resume in {tmp_path}/b/run: the run begins at step 0"]
+
+
+def test_the_next_trainer_removes_the_file_of_grpo_stop_and_heeds_one_that_comes_while_it_loads(tmp_path):
+    settings = TrainerConfig(output_dir=str(tmp_path))
+    (tmp_path / "stop").touch()
+    find_run(settings, 0, 1)
+    assert not is_stop_asked(tmp_path)
+    (tmp_path / "stop").touch()
+    make_run_folder(settings, tmp_path)  # the run is opened; the file makes the folder no used one
+    assert is_stop_asked(tmp_path)
 
 
 def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):

@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from conftest import REPOSITORY
 
-from grpo.run.exit import _GRACE
+from grpo.client.server_errors import ServersLost
+from grpo.run.exit import _GRACE, _LOOK_FOR_STOP, FOR_GOOD, EndRun, code_of
+from grpo.trainer import record
 
 WORK = """
 import sys, time
@@ -39,10 +42,14 @@ sys.exit(stop.asked)
 
 
 @contextmanager
-def worker(work: str = WORK):
-    """A process that catches signals by now."""
+def worker(work: str = WORK, folder: str = ""):
+    """A process that catches signals by now, and `grpo stop` in a folder."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command = [sys.executable, "-c", work]
+    if folder:
+        work = work.replace("Launcher())", "Launcher(), folder=Path(sys.argv[1]))").replace(
+            "\n", "\nfrom pathlib import Path\n", 1
+        )
+    command = [sys.executable, "-c", work, folder]
     with subprocess.Popen(command, cwd=REPOSITORY, text=True, start_new_session=True, **pipes) as process:
         try:
             assert process.stdout.readline() == "ready\n"
@@ -105,6 +112,54 @@ def test_a_closed_terminal_asks_once_unless_nohup_has_it_ignored():
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "asked\n" and next_line(process) == f"{signal.SIGINT}\n"
+
+
+def test_the_file_of_grpo_stop_asks_and_a_signal_then_ends_at_once(tmp_path):
+    with worker(folder=str(tmp_path)) as process:
+        time.sleep(1.2)
+        (tmp_path / "stop").touch()
+        assert process.stdout.readline() == "asked\n" and next_line(process) == f"{FOR_GOOD}\n"
+        process.send_signal(signal.SIGHUP)  # a closed terminal does not end what saves
+        time.sleep(0.1)
+        assert process.poll() is None
+        send(process, signal.SIGTERM)  # no launcher passes it on: it is the user's
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+        assert process.stderr.read() == "\ngrpo stop: stopping after this step; a signal ends it at once\n"
+
+
+def test_after_a_signal_the_file_of_grpo_stop_makes_the_end_final(tmp_path):
+    with worker(folder=str(tmp_path)) as process:
+        send(process, signal.SIGTERM)
+        assert process.stdout.readline() == "asked\n"
+        (tmp_path / "stop").touch()
+        time.sleep(2 * _LOOK_FOR_STOP)
+        assert next_line(process) == f"{FOR_GOOD}\n"
+        _, errors = process.communicate("\n", timeout=20)
+        assert errors == "\nSIGTERM: stopping after this step; once more ends it at once\n"
+    assert (code_of(FOR_GOOD), code_of(signal.SIGTERM)) == (0, 143) and max(signal.valid_signals()) < FOR_GOOD
+
+
+@pytest.mark.parametrize(
+    "by_rank, code, told",
+    [
+        ([0, FOR_GOOD], 0, "stopped by grpo stop"),
+        ([FOR_GOOD, signal.SIGTERM, 0], 0, "stopped by grpo stop"),
+        ([signal.SIGINT, signal.SIGTERM], 143, "stopped by signal 15"),
+        ([0, 0], 1, ""),
+    ],
+)
+def test_all_ranks_end_alike_whichever_of_them_were_asked(by_rank, code, told, monkeypatch):
+    """After a step, and where what they wait for is lost."""
+    monkeypatch.setattr(record, "gather", lambda _: by_rank)
+    for asked in by_rank:
+        run = Mock(stop=Mock(asked=asked), progress=Mock(bad_steps=[]), config=Mock(max_steps=9))
+        with pytest.raises(EndRun) as end, record.saved_at_the_end(run):
+            raise ServersLost("the reference is away")
+        assert end.value.code == code and run.checkpoints.leave.call_count == 1
+        with pytest.raises(EndRun) if told else nullcontext() as end:
+            record.raise_if_over(run, 8, Mock(clash=None), [])
+        assert not told or (end.value.code, str(end.value)) == (code, told)
+        record.raise_if_over(run, 9, Mock(clash=None), [])  # it is done
 
 
 def test_a_screen_that_nobody_reads_any_more_asks_and_is_no_error():
