@@ -166,11 +166,13 @@ def train(
         name = inputs.rows("eval_dataset", settings.get("dataset_test_split", "test"), eval_dataset)
         if name != settings.get("dataset_name"):
             raise ConfigError("eval_dataset: give rows with rows, or let train_dataset name a folder with both splits")
+    if (engine := settings.get("on")) in ("slurm", "k8s"):
+        raise ConfigError(f"on={engine!r}: it submits a job, whose end nobody waits for: use the command grpo launch")
     program = [str(PROGRAMS / "grpo_ref_split.py")] if "RANK" in os.environ else ["-m", "grpo.launch"]
     _follow(program, inputs.write(settings), _environment())
     is_done = settings.get("dry_run") or finished_steps(folder) >= settings_in(folder).get("max_steps", math.inf)
     if is_stop_asked(folder) and not is_done:
-        raise RunError(f"{folder}: grpo stop ended it: the same call with resume_from_checkpoint='last' goes on")
+        raise RunError(f"{folder}: grpo stop ended it: the same call with resume_from_checkpoint='last' continues it")
     return SavedRun(folder)
 
 

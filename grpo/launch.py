@@ -116,7 +116,7 @@ def visible_cards() -> list[str]:
 
 
 @dataclass
-class Service:
+class ServiceProcess:
     """A program beside the ranks, which starts again when it ends: the reference server, the pool, a worker."""
 
     name: str
@@ -175,24 +175,26 @@ class Programs:
         settings = {name: value for name, value in asdict(self._config).items() if name not in OF_POOL}
         self._settings.write_text(to_yaml(settings), encoding="utf-8")
 
-    def _plan_services(self) -> list[Service]:
+    def _plan_services(self) -> list[ServiceProcess]:
         config, share, run = self._config, self._share, Path(self._config.output_dir)
         services, settings = [], ["--config", str(self._settings)]
         if share.server_cards is not None:
             url = f"http://127.0.0.1:{config.port}"
             server = ["ref_server.py", *settings]
-            services.append(Service("the reference server", server, share.server_cards, FailureCount(run), url))
+            services.append(ServiceProcess("the reference server", server, share.server_cards, FailureCount(run), url))
         if config.workers_beside and config.node_rank == 0:
             address = ["--host", config.host, "--port", str(config.pool_port)]
             token = ["--token_file", config.token_file] if config.token_file else []
             url = f"http://127.0.0.1:{config.pool_port}"
-            services.append(Service("the pool", [*pool_words(config), *address, *token], [], FailureCount(run), url))
+            services.append(
+                ServiceProcess("the pool", [*pool_words(config), *address, *token], [], FailureCount(run), url)
+            )
         for number, card in enumerate(share.worker_cards, 1):
             words = ["generate.py", *settings, *shlex.split(config.worker_args or "")]
-            services.append(Service(f"worker {number}", words, [card], FailureCount(run)))
+            services.append(ServiceProcess(f"worker {number}", words, [card], FailureCount(run)))
         return services
 
-    def _start_service(self, service: Service) -> None:
+    def _start_service(self, service: ServiceProcess) -> None:
         """Start a service on its GPU; without one, on the CPU."""
         service.was_ready = service.url is None
         service.process = self._start(service.words, service.cards, {})

@@ -30,7 +30,7 @@ from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
-from grpo.run.run_folder import STOP
+from grpo.run.run_folder import is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
@@ -210,7 +210,7 @@ class Attempt:
         """Return the object; None after so many seconds. Raises KeyboardInterrupt if the run is asked to stop."""
         began = said = time.monotonic()
         while not ray.wait([reference], timeout=1)[0]:
-            if self._asked.is_set() or (Path(self._config.output_dir) / STOP).exists():
+            if self._asked.is_set() or is_stop_asked(Path(self._config.output_dir)):
                 raise KeyboardInterrupt
             if time.monotonic() > began + seconds:
                 return None

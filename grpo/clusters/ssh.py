@@ -26,7 +26,7 @@ from grpo.clusters.plan import MOST_FAILURES, FailureCount, Role, share_of, shar
 from grpo.config.console import start_command
 from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
 from grpo.config.programs import LaunchConfig
-from grpo.run.run_folder import STOP
+from grpo.run.run_folder import is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
@@ -68,10 +68,10 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     """Run launchers on all machines to the trainer's end, again where one is lost. Return the exit code. Raises
     ConfigError if a machine does not answer at first."""
     with shared_files(config) as files:
-        return Run(config, files).run()
+        return Launchers(config, files).run()
 
 
-class Run:
+class Launchers:
     """The launchers of a run, one on each machine."""
 
     def __init__(self, config: LaunchConfig, files: list[str]) -> None:
@@ -103,7 +103,7 @@ class Run:
                 return code
 
     def _is_over(self) -> bool:
-        return self._is_asked_to_stop or (self._run / STOP).exists()
+        return self._is_asked_to_stop or is_stop_asked(self._run)
 
     def _refusals(self) -> dict[str, str]:
         """Return why each machine cannot be reached; an empty text if it can."""
