@@ -55,18 +55,20 @@ def launch(config: LaunchConfig) -> int:
             engine = import_module(f"grpo.clusters.{config.on}")
         except ModuleNotFoundError as error:
             config.refuse("on", f"{sys.executable} has no {error.name}: pip install 'grpo-ref-split[{config.on}]'")
-        gpus_per_node, start = engine.gpus_per_node(config), engine.start
-    elif config.print_plan:
-        gpus_per_node = len(visible_cards())
-    else:
+    elif not config.print_plan:
         return launch_here(config)
-    roles = roles_of(config, gpus_per_node)
+    if config.on == "ssh":
+        hosts, config.gpus_per_node = engine.read_hosts(config.hostfile)
+        config.nnodes = len(hosts)
+    elif config.on == "local":
+        config.gpus_per_node = len(visible_cards())
+    if config.on != "k8s":  # whose disk is not here
+        config.output_dir = str(find_run_folder(config))
+    roles = roles_of(config)
     if config.print_plan:
         print(table(roles), flush=True)
         return 0
-    if config.on != "k8s":  # whose disk is not here
-        find_run_folder(config)
-    return start(config, roles)
+    return engine.start(config, roles)
 
 
 def launch_here(config: LaunchConfig) -> int:

@@ -28,10 +28,6 @@ from grpo.config.programs import LaunchConfig
 log = logging.getLogger("grpo.launch")
 
 
-def gpus_per_node(config: LaunchConfig) -> int:
-    return config.gpus_per_node
-
-
 def start(config: LaunchConfig, roles: list[Role]) -> int:
     """Write the manifests, or apply them. Raises ConfigError with kubectl's own words if they are refused."""
     text = manifests(config, roles)

@@ -81,11 +81,11 @@ class Role:
             self.cpus, self.memory = _CPUS * self.gpus, _MEMORY * self.gpus
 
 
-def roles_of(config: LaunchConfig, gpus_per_node: int) -> list[Role]:
-    """Return the programs of a run on machines with so many GPUs each. Raises ConfigError as share_of."""
-    ranks = share_of(config, list(map(str, range(gpus_per_node)))).world_size
+def roles_of(config: LaunchConfig) -> list[Role]:
+    """Return the programs of a run on nnodes machines with gpus_per_node each. Raises ConfigError as share_of."""
+    ranks = share_of(config, list(map(str, range(config.gpus_per_node)))).world_size
     config.check_ranks(ranks)
-    gpus = min(1, gpus_per_node)
+    gpus = min(1, config.gpus_per_node)
     roles = [Role("server", 1, ["ref_server.py"], gpus)] if config.starts_server else []
     if config.workers:
         roles.append(Role("pool", 1, pool_words(config)))

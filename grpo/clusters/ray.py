@@ -39,10 +39,6 @@ _SAID = 60.0  # seconds between two lines about places that are missing
 _REST = 5.0  # seconds between two starts of a worker
 
 
-def gpus_per_node(config: LaunchConfig) -> int:
-    return config.gpus_per_node
-
-
 @ray.remote(num_cpus=1, max_concurrency=2)
 class Program:
     """A program, on the node where Ray has put it."""

@@ -23,10 +23,6 @@ from grpo.config.programs import LaunchConfig
 log = logging.getLogger("grpo.launch")
 
 
-def gpus_per_node(config: LaunchConfig) -> int:
-    return config.gpus_per_node
-
-
 def start(config: LaunchConfig, roles: list[Role]) -> int:
     """Write the job, or submit it. Raises ConfigError with SLURM's own words if it refuses the job."""
     text = job(config)

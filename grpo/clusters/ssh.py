@@ -38,11 +38,6 @@ _GRACE = 60.0  # seconds in which the other machines may end by themselves after
 _BETWEEN, _MOST_INTERRUPTS = 5.0, 3  # seconds between two Ctrl-C then; the second ends ranks at once
 
 
-def gpus_per_node(config: LaunchConfig) -> int:
-    """Return the slots of a machine. Raises ConfigError as read_hosts."""
-    return read_hosts(config.hostfile)[1]
-
-
 def read_hosts(path: str) -> tuple[list[str], int]:
     """Return the machines, and the GPUs that each has. Raises ConfigError for a file that cannot be read or has a line
     of another kind, and for machines that differ."""
@@ -76,7 +71,7 @@ class Launchers:
 
     def __init__(self, config: LaunchConfig, files: list[str]) -> None:
         self._config, self._files, self._run = config, files, Path(config.output_dir)
-        self._hosts, self._gpus = read_hosts(config.hostfile)
+        self._hosts, _ = read_hosts(config.hostfile)
         self._ssh = [*_SSH, *shlex.split(config.on_args or "")]
         self._is_asked_to_stop = False
         self._launchers: list[subprocess.Popen] = []
@@ -133,7 +128,7 @@ class Launchers:
         if self._config.min_ranks is None:
             return False
         try:
-            share_of(self._config, [""] * self._gpus, count)
+            share_of(self._config, [""] * self._config.gpus_per_node, count)
         except ConfigError:
             return False
         return True

@@ -28,11 +28,13 @@ def in_repository(monkeypatch):
 
 def planned(*words: str) -> tuple[LaunchConfig, list]:
     config = parse_arguments(LaunchConfig, "", [*TWO_NODES, *words])
-    return config, roles_of(config, 8)
+    return config, roles_of(config)
 
 
-def test_the_plan_counts_programs_and_gpus_and_says_who_waits_for_whom(capsys):
-    words = [*TWO_NODES, "--on=slurm", "--workers=3", "--prompts_per_step=48", "--print_plan"]
+def test_the_plan_counts_programs_and_gpus_and_says_who_waits_for_whom(capsys, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8")
+    words = ["--on=ssh", f"--hostfile={tmp_path}/hosts", "--output_dir=/runs/first", "--config=configs/two_nodes.yaml"]
+    words += ["--workers=3", "--prompts_per_step=48", "--print_plan"]
     assert launch(parse_arguments(LaunchConfig, "", words)) == 0
     rows = {line.split()[0]: re.split("  +", line) for line in capsys.readouterr().out.splitlines()}
     assert rows["trainer"][1:6] == ["12", "1", "8", "64", "server and pool"]
