@@ -37,7 +37,7 @@ from grpo.config.programs import LaunchConfig
 from grpo.config.trainer import settings_in
 from grpo.report.status import is_ready
 from grpo.run.exit import exit_code
-from grpo.run.run_folder import find_run_folder, finished_steps, is_stop_asked
+from grpo.run.run_folder import find_run_folder, finished_steps, forget_stop, is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
@@ -77,6 +77,8 @@ def launch_here(config: LaunchConfig) -> int:
     # The ranks would refuse it too, after seconds of imports. A folder without a name is chosen here, for all of them.
     run = find_run_folder(config)
     config.output_dir = str(run)
+    if config.node_rank == 0 and not config.dry_run:
+        forget_stop(run)
     if not (cards := visible_cards()):
         from grpo.model.devices import take_device
 

@@ -30,7 +30,7 @@ from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
-from grpo.run.run_folder import is_stop_asked
+from grpo.run.run_folder import forget_stop, is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
@@ -80,6 +80,7 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     kind, has = "GPU" if config.gpus_per_node else "CPU", _resources(config)
     needed = sum(role.count for role in roles if role.gpus or kind == "CPU")
     config.check(needed <= has, nnodes=f"the plan has {needed} programs with a {kind} each, the cluster {has} {kind}s")
+    forget_stop(run)
     attempt, failures = Attempt(config, roles, asked), FailureCount(run)
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ from grpo.clusters.plan import MOST_FAILURES, FailureCount, Role, share_of, shar
 from grpo.config.console import start_command
 from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
 from grpo.config.programs import LaunchConfig
-from grpo.run.run_folder import is_stop_asked
+from grpo.run.run_folder import forget_stop, is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
@@ -62,6 +62,7 @@ def read_hosts(path: str) -> tuple[list[str], int]:
 def start(config: LaunchConfig, roles: list[Role]) -> int:
     """Run launchers on all machines to the trainer's end, again where one is lost. Return the exit code. Raises
     ConfigError if a machine does not answer at first."""
+    forget_stop(Path(config.output_dir))
     with shared_files(config) as files:
         return Launchers(config, files).run()
 

@@ -166,9 +166,8 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
         folder = run_folder.find_run_folder(config)
         if folder.exists() or config.resume_from_checkpoint is not None:
             run_folder.make_run_folder(config, folder)
-            with run_folder.writable("output_dir", folder):
-                # Now and not when it is made for good: one that comes while the model loads is for this trainer.
-                (folder / run_folder.STOP).unlink(missing_ok=True)
+            # Now and not when it is made for good: one that comes while the model loads is for this trainer.
+            run_folder.forget_stop(folder)
         # A new name: an older file may be seen on another disk.
         marker = run_folder.nearest_existing(folder) / f"seen-{secrets.token_hex(4)}"
         with run_folder.writable("output_dir", folder):

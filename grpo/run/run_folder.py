@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 6
 PROGRESS = "progress.json"  # the file of a checkpoint that is written last: a folder that has it is complete
-STOP = "stop"  # the file by which `grpo stop` asks; the next trainer removes it
+STOP = "stop"  # the file by which `grpo stop` asks; the next launcher, and the next trainer, removes it
 LOCK = "trainer.lock"  # it names the process that writes there, which releases it if it opens and closes the file
 PICTURES = "pictures"  # the folder of the pictures of recorded prompts
 
@@ -109,6 +109,12 @@ def is_stop_asked(folder: Path) -> bool:
         # Asked for a single name, NFS may answer for a minute from memory; it looks anew where a folder is opened.
         return STOP in os.listdir(folder)
     return False
+
+
+def forget_stop(folder: Path) -> None:
+    """Remove the file of an earlier `grpo stop`. Raises ConfigError if it cannot."""
+    with writable("output_dir", folder):
+        (folder / STOP).unlink(missing_ok=True)
 
 
 def check_writable(field: str, folder: Path) -> None:

@@ -273,6 +273,8 @@ def test_ray_loses_a_node_of_ranks_and_workers_and_gets_another(settings, undist
     try:
         assert "nnodes=2: the plan has 6 programs with a CPU each, the cluster 3 CPUs" in refused(command, environment)
         node = cluster.add_node(num_cpus=3)
+        run.mkdir()
+        (run / "stop").touch()  # of an earlier grpo stop
         with launched(command, log, environment) as launcher:
             for program, steps in (("generate.py", 4), ("grpo_ref_split.py", 8)):
                 wait_until(lambda steps=steps: steps_of(run) > steps, 120, launcher)
