@@ -59,6 +59,7 @@ def launch(config: LaunchConfig) -> int:
         return launch_here(config)
     if config.on == "ssh":
         hosts, config.gpus_per_node = engine.read_hosts(config.hostfile)
+        config.check(config.nnodes in (1, len(hosts)), nnodes=f"the hostfile names {len(hosts)} machines: leave it out")
         config.nnodes = len(hosts)
     elif config.on == "local":
         config.gpus_per_node = len(visible_cards())

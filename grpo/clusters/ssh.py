@@ -62,29 +62,34 @@ def read_hosts(path: str) -> tuple[list[str], int]:
 def start(config: LaunchConfig, roles: list[Role]) -> int:
     """Run launchers on all machines to the trainer's end, again where one is lost. Return the exit code. Raises
     ConfigError if a machine does not answer at first."""
+    launchers = Launchers(config)
     forget_stop(Path(config.output_dir))
     with shared_files(config) as files:
-        return Launchers(config, files).run()
+        return launchers.run(files)
 
 
 class Launchers:
     """The launchers of a run, one on each machine."""
 
-    def __init__(self, config: LaunchConfig, files: list[str]) -> None:
-        self._config, self._files, self._run = config, files, Path(config.output_dir)
+    def __init__(self, config: LaunchConfig) -> None:
+        """Raises ConfigError if a machine does not answer, or lacks this folder or this Python."""
+        self._config, self._run = config, Path(config.output_dir)
         self._hosts, _ = read_hosts(config.hostfile)
         self._ssh = [*_SSH, *shlex.split(config.on_args or "")]
         self._is_asked_to_stop = False
+        self._files: list[str] = []
         self._launchers: list[subprocess.Popen] = []
-
-    def run(self) -> int:
-        """Run to the trainer's end and return the highest exit code of a machine. Raises ConfigError if one does not
-        answer at first."""
         for host, refusal in self._refusals().items():
-            self._config.check(not refusal, hostfile=f"{host} cannot be reached by ssh: {refusal}")
+            self._config.check(not refusal, hostfile=f"{host} cannot be used by ssh: {refusal}")
+        # From here on a signal is answered: no folder with a token may stay behind.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
                 signal.signal(number, self._ask)
+
+    def run(self, files: list[str]) -> int:
+        """Run to the trainer's end and return the highest exit code of a machine. `files` are the options that name
+        settings and token."""
+        self._files = files
         failures, hosts = FailureCount(self._run), self._hosts
         while True:
             code = max(self._attempt(hosts))
@@ -102,10 +107,12 @@ class Launchers:
         return self._is_asked_to_stop or is_stop_asked(self._run)
 
     def _refusals(self) -> dict[str, str]:
-        """Return why each machine cannot be reached; an empty text if it can."""
+        """Return why each machine cannot be used; an empty text if it can. One that has just started may answer before
+        it has its disks."""
+        command = self._in_this_folder([sys.executable, "-c", ""])
 
         def ask(host: str) -> str:
-            done = subprocess.run([*self._ssh, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            done = subprocess.run([*self._ssh, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True)
             return done.returncode and (one_line(done.stderr) or f"ssh ended with code {done.returncode}")
 
         with ThreadPoolExecutor(len(self._hosts)) as threads:
@@ -150,7 +157,12 @@ class Launchers:
                 for launcher in self._launchers:
                     launcher.kill()
             time.sleep(_LOOK)
-        return [255 if code < 0 else code for code in codes]
+        ended, self._launchers = self._launchers, []  # a signal from now on writes to none of them
+        for launcher in ended:
+            with suppress(BrokenPipeError):
+                launcher.stdin.close()
+        # Those that waited answer that Ctrl-C with 130: no machine is lost if one has failed by itself.
+        return [255 if code < 0 else 1 if times and code == 130 else code for code in codes]
 
     def _start(self, hosts: list[str], node: int) -> subprocess.Popen:
         """Start a machine's launcher. With a terminal of its own there it gets Ctrl-C, and SIGHUP if ssh ends."""
@@ -159,8 +171,11 @@ class Launchers:
         words += [sys.executable, "-m", "grpo.launch", *self._files, "--resume_from_checkpoint", "last"]
         words += ["--nnodes", str(len(hosts)), "--node_rank", str(node), "--master_addr", hosts[0].rpartition("@")[2]]
         words += ["--master_port", str(self._config.master_port)]
-        command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-        return start_command([*self._ssh, "-tt", hosts[node], command], os.environ, stdin=subprocess.PIPE)
+        command = [*self._ssh, "-tt", hosts[node], self._in_this_folder(words)]
+        return start_command(command, os.environ, stdin=subprocess.PIPE)
+
+    def _in_this_folder(self, words: list[str]) -> str:
+        return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._is_asked_to_stop = True

@@ -221,7 +221,7 @@ def test_ssh_loses_a_machine_and_gets_it_back_and_ctrl_c_saves(ssh, settings, un
     for text, remedy in (
         ("127.0.0.1 slot=0", "line 1 is '127.0.0.1 slot=0': write 'HOST slots=GPUS'"),
         ("127.0.0.1 slots=0\n127.0.0.2 slots=1", "its machines have [0, 1] slots: give all as many"),
-        ("127.0.0.1 slots=0\n127.0.0.2 slots=0", "127.0.0.1 cannot be reached by ssh: "),
+        ("127.0.0.1 slots=0\n127.0.0.2 slots=0", "127.0.0.1 cannot be used by ssh: "),
     ):
         hosts.write_text(text)
         assert f"hostfile='{hosts}': {remedy}" in refused(command)

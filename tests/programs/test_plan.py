@@ -1,7 +1,9 @@
 """The plan that `grpo launch` shows, and what it writes for SLURM and Kubernetes."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -41,6 +43,8 @@ def test_the_plan_counts_programs_and_gpus_and_says_who_waits_for_whom(capsys, t
     assert rows["server"][1:6] == ["1", "1", "8", "64", "-"]
     assert rows["pool"][1:6] == ["1", "0", "2", "8", "-"] and "--pool_file /runs/first.pool" in rows["pool"][-1]
     assert rows["worker"][1:6] == ["3", "1", "8", "64", "pool"]
+    with pytest.raises(ConfigError, match="^nnodes=3: the hostfile names 2 machines: leave it out"):
+        launch(parse_arguments(LaunchConfig, "", [*words, "--nnodes=3"]))
 
 
 def settings_for(text: str, tmp_path, *words: str) -> LaunchConfig:
@@ -157,6 +161,44 @@ def test_a_hostfile_with_a_mistake_is_refused(text, reason, tmp_path):
         ssh.read_hosts(str(tmp_path / "hosts"))
     (tmp_path / "hosts").write_text("a slots=8  # the first\nme@b slots=8\n")
     assert ssh.read_hosts(str(tmp_path / "hosts")) == (["a", "me@b"], 8)
+
+
+FAKE_SSH = """#!/bin/sh
+case "$*" in
+*" away "*) echo "cd: no such folder" >&2; exit 1 ;;
+*"--node_rank 1"*) exit 2 ;;
+*--node_rank*) head -c 1 > /dev/null; exit 130 ;;
+esac
+"""
+
+
+@pytest.fixture
+def by_ssh(tmp_path, monkeypatch):
+    """`by_ssh(host)`: the exit code of a run on it and a second machine, of which that one refuses its settings."""
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("_GRACE", "_BETWEEN"):
+        monkeypatch.setattr(ssh, name, 0.2)
+
+    def start(host: str) -> int:
+        (tmp_path / "hosts").write_text(f"{host} slots=8\nother slots=8\n")
+        words = ["--config=configs/two_nodes.yaml", "--on=ssh", f"--hostfile={tmp_path}/hosts"]
+        return launch(parse_arguments(LaunchConfig, "", [*words, f"--output_dir={tmp_path}/run"]))
+
+    return start
+
+
+def test_by_ssh_a_machine_that_lacks_the_folder_is_named_and_no_token_is_written(by_ssh, tmp_path, monkeypatch):
+    monkeypatch.setattr(ssh, "shared_files", None)
+    with pytest.raises(ConfigError, match="hosts': away cannot be used by ssh: cd: no such folder"):
+        by_ssh("away")
+
+
+def test_a_machine_that_fails_by_itself_while_another_waits_for_it_is_not_taken_for_lost(by_ssh, tmp_path):
+    assert by_ssh("first") == 2
+    assert not list(tmp_path.glob("run-launch-*"))
 
 
 def test_on_in_a_file_of_settings_is_a_name(tmp_path):
