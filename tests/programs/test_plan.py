@@ -18,6 +18,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig, WorkerConfig
 from grpo.config.server import ServerConfig
 from grpo.launch import launch
+from grpo.run.run_folder import is_stop_asked
 
 CARDS = list(map(str, range(8)))
 TWO_NODES = ["--config", "configs/two_nodes.yaml", "--nnodes=2", "--gpus_per_node=8", "--output_dir=/runs/first"]
@@ -199,6 +200,13 @@ def test_by_ssh_a_machine_that_lacks_the_folder_is_named_and_no_token_is_written
 def test_a_machine_that_fails_by_itself_while_another_waits_for_it_is_not_taken_for_lost(by_ssh, tmp_path):
     assert by_ssh("first") == 2
     assert not list(tmp_path.glob("run-launch-*"))
+
+
+def test_what_an_earlier_grpo_stop_left_does_not_end_the_next_start(by_ssh, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/stop").touch()
+    assert by_ssh("first") == 2
+    assert not is_stop_asked(tmp_path / "run")
 
 
 def test_on_in_a_file_of_settings_is_a_name(tmp_path):
