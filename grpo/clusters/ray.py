@@ -88,8 +88,9 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
         for rank in attempt.ranks:
             rank.stop.remote()
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
+            signal.signal(number, stop)
     with shared_files(config, OF_POOL) as files:
         while True:
             try:
