@@ -222,8 +222,10 @@ class Attempt:
         return [str(PROGRAMS / program), *options]
 
     def end(self) -> None:
-        for worker in self._workers:
-            ray.cancel(worker, force=True)
+        if self._workers:
+            _, running = ray.wait(self._workers, num_returns=len(self._workers), timeout=0)
+            for worker in running:  # of one that has ended Ray 2.60 crashes this process
+                ray.cancel(worker, force=True)
         for actor in (*self.ranks, *self._services):
             ray.kill(actor)
         if self._group is not None:
