@@ -9,6 +9,7 @@ of their own, beside the nodes of the trainer.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -69,13 +70,14 @@ def manifests(config: LaunchConfig, roles: list[Role]) -> str:
             pool = replace(pool, words=["ref_server.py", "--task=rollouts", "--pool_file=/pool/rollouts.sqlite"])
     return fill_in(
         "kubernetes.yaml",
-        command=typed_command(),
+        command=one_line(typed_command(), None),
         name=name,
-        image=config.image,
+        image=json.dumps(config.image),
         nnodes=config.nnodes,
         gpus_per_node=config.gpus_per_node,
         output_dir=folder,
-        runs=folder.parent,
+        runs=json.dumps(str(folder.parent)),
+        models=json.dumps(str(folder.parent / "models")),
         token=yaml.safe_dump(config.token or secrets.token_urlsafe(32), default_style="'").strip(),
         settings=to_yaml(settings),
         trainer=by_name["trainer"],

@@ -40,7 +40,8 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     config.check(done.returncode == 0, on=f"{one_line(done.stderr)}: on_args has options of sbatch")
     number = done.stdout.strip().partition(";")[0]
     log.info(
-        "job %s is submitted; its log: %s; to save and end it: grpo stop %s", number, log_of(config), config.output_dir
+        "job %s is submitted; its log: %s; to save and end it: grpo stop %s",
+        *(number, log_of(config), shlex.quote(config.output_dir)),
     )
     return 0
 
@@ -61,10 +62,10 @@ def job(config: LaunchConfig) -> str:
         token = f"cat {shlex.quote(str(Path(config.token_file).absolute()))}"
     return fill_in(
         "slurm.sbatch",
-        command=typed_command(),
+        command=one_line(typed_command(), None),
         quoted_command=shlex.quote(typed_command()),
         nodes=config.nnodes if config.min_ranks is None else f"{fewest_nodes(config)}-{config.nnodes}",
-        output=log_of(config),
+        output=shlex.quote(log_of(config).replace("%", "%%")),  # sbatch fills in %j
         gpus_per_node=config.gpus_per_node,
         on_args=config.on_args,
         run=shlex.quote(str(Path(config.output_dir).absolute())),

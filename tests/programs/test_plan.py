@@ -75,6 +75,22 @@ def test_slurm_s_job_starts_a_launcher_of_the_same_run_on_each_node(tmp_path):
     assert share_of(node, CARDS).worker_cards == ["6", "7"]
 
 
+@pytest.mark.parametrize("on", ["slurm", "k8s"])
+def test_a_command_of_several_lines_and_an_odd_folder_are_only_text(on, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_COMMAND", "grpo launch --system_prompt 'One\nkind: two\n'")
+    folder = tmp_path / "its: #1 'run' %j"
+    config, roles = planned(f"--on={on}", "--image=r/grpo" if on == "k8s" else "--nnodes=2", f"--output_dir={folder}/a")
+    if on == "k8s":
+        job = next(each for each in yaml.safe_load_all(k8s.manifests(config, roles)) if each["kind"] == "Job")
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["volumeMounts"][0]["mountPath"] == str(folder) and container["image"] == "r/grpo"
+    else:
+        before, _, after = slurm.job(config).partition("#SBATCH")
+        assert all(line.startswith("#") for line in before.splitlines())
+        (output,) = re.findall("--output=(.*)", after)
+        assert shlex.split(output) == [f"{folder}/a.log".replace("%", "%%")]
+
+
 def test_what_kubernetes_starts_finds_the_others(tmp_path):
     config, roles = planned("--on=k8s", "--image=r/grpo", "--workers=4", "--worker_args=--engine vllm", "--seed=5")
     manifests = {
