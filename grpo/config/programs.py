@@ -28,11 +28,9 @@ class WorkerConfig(TurnsCodeSection):
     engine: Literal["transformers", "vllm"] = option(
         "transformers", "what draws: the trainer's sampler, or vLLM's server, which the worker starts", common=True
     )
+    # No error with vllm: the trainer's setting of this name is in the same file.
     sequences_per_generate: int | None = option(
-        None,
-        "completions drawn at a time; unset: 64 on a card, one group on a CPU",
-        needs="engine transformers",
-        above=0,
+        None, "completions drawn at a time by transformers; unset: 64 on a card, one group on a CPU", above=0
     )
     vllm_args: str | None = option(None, "more arguments of its server, one text", needs="engine vllm", common=True)
     name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")

@@ -6,14 +6,15 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import yaml
 from conftest import REPOSITORY
 
 from grpo.clusters import k8s, slurm, ssh
-from grpo.clusters.plan import roles_of, share_of
-from grpo.config.command_line import parse_arguments
+from grpo.clusters.plan import OF_POOL, roles_of, share_of
+from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig, WorkerConfig
 from grpo.config.server import ServerConfig
@@ -123,6 +124,14 @@ def test_what_kubernetes_starts_finds_the_others(tmp_path):
     assert node.pool == worker.pool == f"http://grpo-first-pool:{pool.port}" and port["port"] == pool.port
     assert "--engine" in container["args"] and manifests["Deployment", "grpo-first-worker"]["spec"]["replicas"] == 4
     assert node.token == pool.token == worker.token == "secret"
+
+
+def test_workers_with_vllm_take_the_trainer_s_file(tmp_path):
+    config, _ = planned("--on=slurm", "--workers=3", "--worker_args=--engine vllm", "--prompts_per_step=48")
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml({name: value for name, value in asdict(config).items() if name not in OF_POOL}))
+    worker = parse_arguments(WorkerConfig, "", [f"--config={file}", *shlex.split(config.worker_args)])
+    assert worker.engine == "vllm" and worker.pool == config.pool
 
 
 def test_a_rendered_token_is_for_nobody_else_to_read(tmp_path):
