@@ -153,6 +153,8 @@ class LaunchConfig(TrainerConfig, ServerConfig):
             self.check(reached, token_file="the other machines ask the reference server: name a file with a token")
 
     def _check_engine(self) -> None:
+        for name, is_given in (("node_rank", self.node_rank), ("master_addr", self.master_addr)):
+            self.check(not is_given, **{name: f"with on={self.on!r} each machine gets its own: leave it out"})
         self.check(self.output_dir is not None, output_dir="name a folder on a disk that all machines share")
         if self.on == "ssh":
             self.check(self.hostfile is not None, hostfile="name a file with a line 'HOST slots=GPUS' for each machine")
