@@ -17,7 +17,7 @@ import secrets
 import shlex
 import subprocess
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import yaml
 
@@ -25,6 +25,7 @@ from grpo.clusters.plan import Role, fill_in
 from grpo.config.command_line import to_yaml
 from grpo.config.errors import ConfigError, one_line, typed_command
 from grpo.config.programs import LaunchConfig
+from grpo.run.run_folder import writable
 
 log = logging.getLogger("grpo.launch")
 
@@ -33,10 +34,11 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     """Write the manifests, or apply them. Raises ConfigError with kubectl's own words if they are refused."""
     text = manifests(config, roles)
     if config.render is not None:
-        descriptor = os.open(config.render, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it has the token
-        os.fchmod(descriptor, 0o600)  # also of a file that was there
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with writable("render", Path(config.render)):
+            descriptor = os.open(config.render, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it has the token
+            os.fchmod(descriptor, 0o600)  # also of a file that was there
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
         log.info("the manifests are in %s: kubectl apply -f %s", config.render, config.render)
         return 0
     command = ["kubectl", *shlex.split(config.on_args or ""), "apply", "-f", "-"]

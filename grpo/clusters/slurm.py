@@ -19,6 +19,7 @@ from grpo.clusters.plan import Role, fill_in, share_of
 from grpo.config.command_line import to_yaml
 from grpo.config.errors import ConfigError, one_line, typed_command
 from grpo.config.programs import LaunchConfig
+from grpo.run.run_folder import writable
 
 log = logging.getLogger("grpo.launch")
 
@@ -27,7 +28,8 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     """Write the job, or submit it. Raises ConfigError with SLURM's own words if it refuses the job."""
     text = job(config)
     if config.render is not None:
-        Path(config.render).write_text(text, encoding="utf-8")
+        with writable("render", Path(config.render)):
+            Path(config.render).write_text(text, encoding="utf-8")
         log.info("the job is in %s: sbatch %s", config.render, config.render)
         return 0
     Path(config.output_dir).parent.mkdir(parents=True, exist_ok=True)  # for its log

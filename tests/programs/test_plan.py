@@ -153,6 +153,8 @@ def test_a_rendered_token_is_for_nobody_else_to_read(tmp_path):
             ["--on=k8s", "--image=a", "--output_dir=first"],
             "output_dir='first': name a folder in the pods' shared volume",
         ),
+        (["--on=k8s", "--image=a", "--render=/nowhere/a"], "render='/nowhere/a': No such file or directory: name a"),
+        (["--on=slurm", "--render=/nowhere/a"], "render='/nowhere/a': No such file or directory: name a"),
         (["--on=slurm", "--workers=16"], "workers=16: they leave no GPU to the trainer, of 8 on each machine"),
         (["--on=slurm", "--prompts_per_step=7"], "prompts_per_step=7: 15 ranks cannot share it equally"),
     ],
