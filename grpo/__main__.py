@@ -18,7 +18,10 @@ from grpo.config.fields import PACKAGE, PROGRAMS
 # Of each command the file of its program, what it does, and its first options.
 COMMANDS = {
     "init": (PACKAGE / "init.py", "write a starting point: settings, rewards, data"),
-    "launch": (PACKAGE / "launch.py", "train, on one machine or more: reference server, workers, a trainer on each card"),
+    "launch": (
+        PACKAGE / "launch.py",
+        "train: reference server, workers, a trainer on each card, of one machine or more",
+    ),
     "train": (PROGRAMS / "grpo_ref_split.py", "the trainer alone: one rank, or several under torchrun"),
     "server": (PROGRAMS / "ref_server.py", "the reference model, or a reward model, over HTTP"),
     "pool": (PROGRAMS / "ref_server.py", "hand a trainer's prompts to workers", "--task", "rollouts"),
