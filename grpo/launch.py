@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -177,7 +177,7 @@ class Programs:
             self._write_settings()
 
     def _write_settings(self) -> None:
-        settings = {name: value for name, value in asdict(self._config).items() if name not in OF_POOL}
+        settings = {name: value for name, value in self._config.changed().items() if name not in OF_POOL}
         self._settings.write_text(to_yaml(settings), encoding="utf-8")
 
     def _plan_services(self) -> list[ServiceProcess]:

@@ -192,19 +192,18 @@ class LaunchConfig(TrainerConfig, ServerConfig):
         is_unnamed = self.ref_servers == [f"http://127.0.0.1:{self.port}"]
         return self.beta > 0 and self.ref == "server" and is_unnamed
 
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that are not the defaults: a worker has another one for the trainer's
+        sequences_per_generate."""
+        return {
+            field.name: value for field in fields(self) if (value := getattr(self, field.name)) != default_of(field)
+        }
+
     def passed_on(self) -> dict[str, Any]:
-        """Return the settings that a launcher on another machine needs: those that are not the defaults, without its
-        place, and without what it finds out by itself."""
-        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _PLACES}
-        for name, is_derived in (
-            ("ref_servers", self.starts_server),
-            ("sampler", self.workers),
-            ("pool", self.workers),
-        ):
-            if is_derived:
-                del settings[name]
-        defaults = {field.name: default_of(field) for field in fields(self)}
-        return {name: value for name, value in settings.items() if value != defaults[name]}
+        """Return the changed settings that a launcher on another machine needs: without its place, and without what it
+        finds out by itself."""
+        derived = {"ref_servers": self.starts_server, "sampler": self.workers, "pool": self.workers}
+        return {name: value for name, value in self.changed().items() if name not in _PLACES and not derived.get(name)}
 
 
 _PLACES = {
