@@ -31,7 +31,7 @@ from types import FrameType
 from grpo.clusters.plan import MOST_FAILURES, OF_POOL, FailureCount, Share, pool_words, roles_of, share_of, table
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import free_port, start_program
-from grpo.config.errors import COMMAND, LOWERED, say_once, typed_command
+from grpo.config.errors import COMMAND, LOWERED, on_stop_signals, say_once, typed_command
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.config.trainer import settings_in
@@ -209,9 +209,7 @@ class Programs:
 
     def _start_trainer(self) -> None:
         """Start a rank on each of its GPUs; without any, on the CPU."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
-                signal.signal(number, self._pass_on)
+        on_stop_signals(self._pass_on)
         share, config = self._share, self._config
         shared = {"WORLD_SIZE": share.world_size, "LOCAL_SIZE": share.ranks}
         if config.nnodes > 1:

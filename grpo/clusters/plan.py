@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,11 @@ from pathlib import Path
 import jinja2
 
 from grpo.config.command_line import to_yaml
+from grpo.config.errors import say_once
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import read_records, writable
+
+log = logging.getLogger("grpo.launch")
 
 MOST_FAILURES = 3  # times that the ranks, or another program, are lost without a step in between
 OF_POOL = {"pool_url", "pool_folder"}  # settings that only a launcher and the pool may read
@@ -127,6 +131,18 @@ class FailureCount:
         self._count = 1 if step > self._step else self._count + 1
         self._step = max(step, self._step)
         return self._count == MOST_FAILURES
+
+
+def run_again(run: Path, attempt: Callable[[], int | None]) -> int:
+    """Attempt a run until a code is returned, and return it; None says that a machine or a program is lost. After too
+    many losses without a step in between return 1."""
+    failures = FailureCount(run)
+    while (code := attempt()) is None:
+        if failures.is_last():
+            say_once(f"lost {MOST_FAILURES} times without a step in between: what stands above says why")
+            return 1
+        log.warning("a machine or a program is lost: the run continues from its last checkpoint")
+    return code
 
 
 def fill_in(template: str, /, **values: object) -> str:

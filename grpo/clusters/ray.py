@@ -9,13 +9,14 @@ starts again alone. When a rank, the server or the pool is lost, all end and sta
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
-import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,18 +26,18 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo.clusters.plan import MOST_FAILURES, OF_POOL, FailureCount, Role, shared_files
+from grpo.clusters.plan import OF_POOL, Role, run_again, shared_files
 from grpo.config.console import free_port, start_program
-from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
+from grpo.config.errors import COMMAND, ConfigError, on_stop_signals, one_line, typed_command
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import forget_stop, is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
-_AGAIN = 30.0  # seconds after which the cluster is asked anew what it has
-_SAID = 60.0  # seconds between two lines about places that are missing
+_AGAIN = 30  # seconds after which the cluster is asked anew what it has
 _REST = 5.0  # seconds between two starts of a worker
+_ASKED_BY = {"server": ["--ref_servers"], "pool": ["--sampler", "pool", "--pool"]}  # options of the trainer, and a URL
 
 
 @ray.remote(num_cpus=1, max_concurrency=2)
@@ -81,28 +82,16 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     needed = sum(role.count for role in roles if role.gpus or kind == "CPU")
     config.check(needed <= has, nnodes=f"the plan has {needed} programs with a {kind} each, the cluster {has} {kind}s")
     forget_stop(run)
-    attempt, failures = Attempt(config, roles, asked), FailureCount(run)
+    attempt = Attempt(config, roles, asked)
 
     def stop(number: int, frame: FrameType | None) -> None:
         asked.set()
         for rank in attempt.ranks:
             rank.stop.remote()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
-            signal.signal(number, stop)
+    on_stop_signals(stop)
     with shared_files(config, OF_POOL) as files:
-        while True:
-            try:
-                code = attempt.run(files)
-            finally:
-                attempt.end()
-            if code is not None or asked.is_set():
-                return 1 if code is None else code
-            if failures.is_last():
-                say_once(f"programs were lost {MOST_FAILURES} times without a step in between: the log above says why")
-                return 1
-            log.warning("the run starts again from its last checkpoint")
+        return run_again(run, partial(attempt.run, files))
 
 
 def _resources(config: LaunchConfig) -> int:
@@ -128,16 +117,23 @@ class Attempt:
         try:
             servers, words = self._start_services(files)
             self._place_ranks()
-            host, port = ray.get(self.ranks[0].address.remote())
+            code = self._wait_for_ranks(servers, [*files, *words])
         except KeyboardInterrupt:
-            return 130
+            code = 130
         except RayError as error:
             log.warning("a program is lost: %s", one_line(error))
-            return None
+            code = None
+        finally:
+            self.end()
+        return 1 if code is None and self._asked.is_set() else code
+
+    def _wait_for_ranks(self, servers: dict[ray.ObjectRef, str], words: list[str]) -> int | None:
+        """Start the ranks, and wait for their end, and for services that end before."""
+        host, port = ray.get(self.ranks[0].address.remote())
         shared = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(self.ranks))}
         # Ray shows each rank its own card alone.
         shared |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", COMMAND: typed_command()}
-        command = [*self._command("trainer"), *files, *words, "--resume_from_checkpoint", "last"]
+        command = [*self._command("trainer"), *words, "--resume_from_checkpoint", "last"]
         running = {rank.run.remote(command, shared | {"RANK": str(n)}): "a rank" for n, rank in enumerate(self.ranks)}
         codes = []
         if self._asked.is_set():  # before there was anybody to ask
@@ -145,12 +141,7 @@ class Attempt:
                 rank.stop.remote()
         while running:
             (ended,), _ = ray.wait([*running, *servers])
-            name = running.pop(ended, None) or servers.pop(ended)
-            try:
-                code = ray.get(ended)
-            except RayError as error:
-                log.warning("%s is lost: %s", name, one_line(error))
-                return None
+            name, code = running.pop(ended, None) or servers.pop(ended), ray.get(ended)
             if name != "a rank":
                 if self._asked.is_set():
                     continue  # the ranks save, and ask it no more
@@ -166,19 +157,15 @@ class Attempt:
         """Start server, pool and workers, each where Ray likes. Return their ends, with their names, and the trainer's
         options that name the URLs."""
         ends, words = {}, []
-        for name, title, option in (
-            ("server", "the reference server", ["--ref_servers"]),
-            ("pool", "the pool", ["--sampler", "pool", "--pool"]),
-        ):
-            if name not in self._roles:
-                continue
-            needs = self._needs if name == "server" else {"num_cpus": 1}
+        for name in [name for name in _ASKED_BY if name in self._roles]:
+            # The pool has no GPU, and reads no settings but the token's.
+            needs, settings = (self._needs, files) if name == "server" else ({"num_cpus": 1}, files[2:])
             actor = Program.options(name=name, scheduling_strategy="SPREAD", **needs).remote(os.getcwd())
             self._services.append(actor)
-            host, port = self._wait_for(actor.address.remote(), title)
-            address = ["--host", "0.0.0.0", "--port", str(port), *(files if name == "server" else files[2:])]
-            ends[actor.run.remote([*self._command(name), *address], {})] = title
-            words += [*option, f"http://{host}:{port}"]
+            host, port = self._wait_for(actor.address.remote(), f"the {name}")
+            address = ["--host", "0.0.0.0", "--port", str(port)]
+            ends[actor.run.remote([*self._command(name), *address, *settings], {})] = f"the {name}"
+            words += [*_ASKED_BY[name], f"http://{host}:{port}"]
         if "worker" in self._roles:
             command = [*self._command("worker"), *files, *words[-2:]]
             tasks = [draw.options(name=f"worker {n}", **self._needs) for n in range(self._roles["worker"].count)]
@@ -195,7 +182,7 @@ class Attempt:
             if self._config.min_ranks is not None:
                 with suppress(ConfigError):  # fewer than min_ranks: it waits for more
                     count = self._config.ranks_of(min(count, _resources(self._config) - taken))
-            bundle = {"CPU": 1} | ({"GPU": 1} if self._config.gpus_per_node else {})
+            bundle = {"CPU": 1, "GPU": self._needs["num_gpus"]}
             self._group = placement_group([bundle] * count, "PACK")
             if self._wait_for(self._group.ready(), f"{count} ranks", _AGAIN) is None:
                 remove_placement_group(self._group)
@@ -204,22 +191,20 @@ class Attempt:
             options = [{"name": f"rank {n}", "scheduling_strategy": place} for n, place in enumerate(places)]
             self.ranks = [Program.options(**self._needs, **each).remote(os.getcwd()) for each in options]
 
-    def _wait_for(self, reference: ray.ObjectRef, name: str, seconds: float = math.inf) -> Any:
-        """Return the object; None after so many seconds. Raises KeyboardInterrupt if the run is asked to stop."""
-        began = said = time.monotonic()
-        while not ray.wait([reference], timeout=1)[0]:
+    def _wait_for(self, reference: ray.ObjectRef, name: str, most: float = math.inf) -> Any:
+        """Return the object; None after `most` seconds. Raises KeyboardInterrupt if the run is asked to stop."""
+        for seconds in itertools.count():
+            if ray.wait([reference], timeout=1)[0]:
+                return ray.get(reference)
             if self._asked.is_set() or is_stop_asked(Path(self._config.output_dir)):
                 raise KeyboardInterrupt
-            if time.monotonic() > began + seconds:
+            if seconds == most:
                 return None
-            if time.monotonic() > said + _SAID or said == began:
-                said = time.monotonic()
+            if seconds % _AGAIN == 0:
                 log.info("waiting for places of %s; the cluster has %d", name, _resources(self._config))
-        return ray.get(reference)
 
     def _command(self, name: str) -> list[str]:
-        program, *options = self._roles[name].words
-        return [str(PROGRAMS / program), *options]
+        return [str(PROGRAMS / self._roles[name].words[0]), *self._roles[name].words[1:]]
 
     def end(self) -> None:
         if self._workers:

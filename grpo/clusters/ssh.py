@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -22,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from grpo.clusters.plan import MOST_FAILURES, FailureCount, Role, share_of, shared_files
+from grpo.clusters.plan import Role, run_again, share_of, shared_files
 from grpo.config.console import start_command
-from grpo.config.errors import COMMAND, ConfigError, one_line, say_once, typed_command
+from grpo.config.errors import COMMAND, ConfigError, on_stop_signals, one_line, typed_command
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import forget_stop, is_stop_asked
 
@@ -82,26 +81,13 @@ class Launchers:
         for host, refusal in self._refusals().items():
             self._config.check(not refusal, hostfile=f"{host} cannot be used by ssh: {refusal}")
         # From here on a signal is answered: no folder with a token may stay behind.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
-                signal.signal(number, self._ask)
+        on_stop_signals(self._ask)
 
     def run(self, files: list[str]) -> int:
         """Run to the trainer's end and return the highest exit code of a machine. `files` are the options that name
         settings and token."""
         self._files = files
-        failures, hosts = FailureCount(self._run), self._hosts
-        while True:
-            code = max(self._attempt(hosts))
-            # Above 128 a machine is lost, or a process there was killed or asked to stop.
-            if code <= 128 or self._is_over():
-                return code
-            if failures.is_last():
-                say_once(f"machines were lost {MOST_FAILURES} times without a step in between: their messages say why")
-                return code
-            log.warning("a machine, or a process there, is lost: the run continues from its last checkpoint")
-            if not (hosts := self._wait_for_hosts()):
-                return code
+        return run_again(self._run, self._attempt)
 
     def _is_over(self) -> bool:
         return self._is_asked_to_stop or is_stop_asked(self._run)
@@ -141,8 +127,11 @@ class Launchers:
             return False
         return True
 
-    def _attempt(self, hosts: list[str]) -> list[int]:
-        """Run a launcher on each machine, and return their exit codes."""
+    def _attempt(self) -> int | None:
+        """Run a launcher on each machine. Return the highest exit code, 130 if the run is asked to stop before there
+        are machines, or None if one is lost, or a process there was killed or asked to stop."""
+        if not (hosts := self._wait_for_hosts()):
+            return 130
         self._launchers = [self._start(hosts, node) for node in range(len(hosts))]
         if self._is_asked_to_stop:  # between two attempts, when there was nobody to pass it on to
             self._interrupt()
@@ -162,7 +151,8 @@ class Launchers:
             with suppress(BrokenPipeError):
                 launcher.stdin.close()
         # Those that waited answer that Ctrl-C with 130: no machine is lost if one has failed by itself.
-        return [255 if code < 0 else 1 if times and code == 130 else code for code in codes]
+        code = max(255 if code < 0 else 1 if times and code == 130 else code for code in codes)
+        return code if code <= 128 or self._is_over() else None
 
     def _start(self, hosts: list[str], node: int) -> subprocess.Popen:
         """Start a machine's launcher. With a terminal of its own there it gets Ctrl-C, and SIGHUP if ssh ends."""

@@ -99,6 +99,13 @@ def wake_main_thread() -> None:
     threading.Thread(target=wake, name="signals", daemon=True).start()
 
 
+def on_stop_signals(handle: Callable[[int, Any], None]) -> None:
+    """Handle each SIGINT, SIGTERM and SIGHUP, but for those that this process ignores, as under nohup."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handle)
+
+
 def on_end_signals(end: Callable[[int], None]) -> None:
     """Call `end` with the number of the first SIGINT or SIGTERM; a second one ends the process at once."""
     wake_main_thread()
