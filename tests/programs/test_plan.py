@@ -11,6 +11,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 from conftest import REPOSITORY
+from servers import wait_until
 
 from grpo.clusters import k8s, slurm, ssh
 from grpo.clusters.plan import OF_POOL, roles_of, share_of
@@ -74,6 +75,37 @@ def test_slurm_s_job_starts_a_launcher_of_the_same_run_on_each_node(tmp_path):
     assert node.output_dir == "/runs/first" and node.starts_server and node.pool == "http://n1:22"
     assert share_of(node, CARDS).world_size == share_of(config, CARDS).world_size == 12
     assert share_of(node, CARDS).worker_cards == ["6", "7"]
+
+
+FAKE_SLURM = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+case "$(basename "$0") $*" in
+"srun "*) touch "$CALLS.began"; trap 'exit 143' TERM; while true; do sleep 0.1; done ;;
+"squeue "*%T) echo $STATE ;;
+"squeue "*) echo "1.0 trainers" ;;
+"scancel "*) pkill -TERM -P $PPID -f /srun ;;
+"scontrol show node"*) echo NodeAddr=n1 ;;
+"scontrol show"*) echo n1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("state, is_queued", [("RUNNING", True), ("COMPLETING", False)])
+def test_slurm_s_job_queues_itself_after_a_signal_but_not_after_scancel(state, is_queued, tmp_path):
+    config, _ = planned("--on=slurm", f"--output_dir={tmp_path}/run")
+    (tmp_path / "job").write_text(slurm.job(config))
+    for name in ("srun", "squeue", "scancel", "scontrol"):
+        (tmp_path / name).write_text(FAKE_SLURM)
+        (tmp_path / name).chmod(0o755)
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "STATE": state}
+    variables |= {"SLURM_JOB_NODELIST": "n", "CALLS": f"{tmp_path}/calls", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", tmp_path / "job"], env=variables, start_new_session=True)
+    wait_until((tmp_path / "calls.began").exists, 20, job)
+    # SLURM signals all processes of a cancelled job, and of another one the script alone.
+    os.kill(job.pid, signal.SIGTERM) if is_queued else os.killpg(job.pid, signal.SIGTERM)
+    assert job.wait(20) == 143
+    assert ("scontrol requeue 1" in (tmp_path / "calls").read_text()) == is_queued
+    assert not list(tmp_path.glob("run-launch-*"))
 
 
 @pytest.mark.parametrize("on", ["slurm", "k8s"])
