@@ -85,7 +85,9 @@ class LaunchConfig(TrainerConfig, ServerConfig):
         "database of the workers' pool, instead of a file in output_dir: postgresql://USER@HOST/DATABASE",
         needs="workers",
     )
-    pool_folder: str | None = option(None, "folder of its files, on a disk that all machines share", needs="pool_url")
+    pool_folder: str | None = option(
+        None, "folder of its files, on a disk that all machines share, or s3://BUCKET/PREFIX", needs="pool_url"
+    )
     on: Literal["local", "ssh", "slurm", "ray", "k8s"] = option(
         "local",
         "what starts them: this machine itself, or an engine on several machines (docs/recipes/two_nodes.md)",

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
 
 import pytest
@@ -204,6 +205,8 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "grpo.clusters.ray", raising=False)
     with pytest.raises(ConfigError, match=r"^on='ray': .* has no ray: pip install 'grpo-ref-split\[ray\]'"):
         launch(parse_arguments(LaunchConfig, "", [*TWO_NODES, "--on=ray"]))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert "ray" in project["optional-dependencies"]
 
 
 @pytest.mark.parametrize(
