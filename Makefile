@@ -9,7 +9,7 @@
 # make test-versions  fast tests and demo with the lowest and the newest versions that pyproject.toml allows
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
 # make test-clusters  a run that ssh, SLURM, Ray and Kubernetes disturb, and pools on a bucket: apt-get install slurm-wlm
-#              pdsh openssh-server postgresql
+#              openssh-server postgresql
 # make check   ruff
 # make docs    the documentation as a site with a search, in build/site; broken links fail
 # make setup   only .venv with the pinned requirements, those of the tests too

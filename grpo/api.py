@@ -14,7 +14,6 @@ What it is given lies in the folder OUTPUT_DIR.inputs: rows, functions (dill sto
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -34,7 +33,7 @@ from grpo.config.console import start_program
 from grpo.config.errors import ConfigError, first_here, one_line
 from grpo.config.fields import PROGRAMS
 from grpo.config.trainer import settings_in
-from grpo.run.run_folder import check_unused, finished_steps, is_stop_asked, name_by_time, read_records
+from grpo.run.run_folder import check_unused, is_finished, is_stop_asked, name_by_time, read_records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,6 +146,8 @@ def train(
     """
     if output_dir is None and "RANK" in os.environ:
         raise ConfigError("output_dir=None: name a folder: all ranks must have the same")
+    if (engine := settings.get("on")) in ("slurm", "k8s"):
+        raise ConfigError(f"on={engine!r}: it submits a job, whose end nobody waits for: use the command grpo launch")
     folder = Path(output_dir or name_by_time())
     if settings.get("resume_from_checkpoint") is None:  # before another run's inputs are written over
         check_unused("output_dir", folder, may_have_begun=True)
@@ -166,12 +167,9 @@ def train(
         name = inputs.rows("eval_dataset", settings.get("dataset_test_split", "test"), eval_dataset)
         if name != settings.get("dataset_name"):
             raise ConfigError("eval_dataset: give rows with rows, or let train_dataset name a folder with both splits")
-    if (engine := settings.get("on")) in ("slurm", "k8s"):
-        raise ConfigError(f"on={engine!r}: it submits a job, whose end nobody waits for: use the command grpo launch")
     program = [str(PROGRAMS / "grpo_ref_split.py")] if "RANK" in os.environ else ["-m", "grpo.launch"]
     _follow(program, inputs.write(settings), _environment())
-    is_done = settings.get("dry_run") or finished_steps(folder) >= settings_in(folder).get("max_steps", math.inf)
-    if is_stop_asked(folder) and not is_done:
+    if is_stop_asked(folder) and not (settings.get("dry_run") or is_finished(folder)):
         raise RunError(f"{folder}: grpo stop ended it: the same call with resume_from_checkpoint='last' continues it")
     return SavedRun(folder)
 

@@ -15,9 +15,7 @@ killed continues by itself, and so does one out of memory: twice, with half of t
 
 import json
 import logging
-import math
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -28,16 +26,25 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-from grpo.clusters.plan import MOST_FAILURES, OF_POOL, FailureCount, Share, pool_words, roles_of, share_of, table
+from grpo.clusters.plan import (
+    MOST_FAILURES,
+    OF_POOL,
+    FailureCount,
+    Share,
+    pool_words,
+    roles_of,
+    share_of,
+    table,
+    worker_words,
+)
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, LOWERED, on_stop_signals, say_once, typed_command
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
-from grpo.config.trainer import settings_in
 from grpo.report.status import is_ready
 from grpo.run.exit import exit_code
-from grpo.run.run_folder import find_run_folder, finished_steps, forget_stop, is_stop_asked
+from grpo.run.run_folder import find_run_folder, forget_stop, is_finished, is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
@@ -101,8 +108,7 @@ def launch_here(config: LaunchConfig) -> int:
             code = programs.run()
         finally:
             programs.end()
-    is_done = config.dry_run or finished_steps(run) >= settings_in(run).get("max_steps", math.inf)
-    if code == 0 and not is_done and not is_stop_asked(run):
+    if code == 0 and not (config.dry_run or is_finished(run) or is_stop_asked(run)):
         say_once(
             f"{run}: the trainer ended with code 0 before its last step: something ended its process: put reward "
             "functions behind --reward_timeout, tools and an environment behind --tool_timeout"
@@ -195,7 +201,7 @@ class Programs:
                 ServiceProcess("the pool", [*pool_words(config), *address, *token], [], FailureCount(run), url)
             )
         for number, card in enumerate(share.worker_cards, 1):
-            words = ["generate.py", *settings, *shlex.split(config.worker_args or "")]
+            words = [*worker_words(config), *settings]
             services.append(ServiceProcess(f"worker {number}", words, [card], FailureCount(run)))
         return services
 

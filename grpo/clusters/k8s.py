@@ -9,21 +9,17 @@ of their own, beside the nodes of the trainer.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import secrets
 import shlex
-import subprocess
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-import yaml
-
-from grpo.clusters.plan import Role, fill_in
+from grpo.clusters.plan import Role, fill_in, run_tool
 from grpo.config.command_line import to_yaml
-from grpo.config.errors import ConfigError, one_line, typed_command
+from grpo.config.errors import one_line, typed_command
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import writable
 
@@ -42,10 +38,7 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
         log.info("the manifests are in %s: kubectl apply -f %s", config.render, config.render)
         return 0
     command = ["kubectl", *shlex.split(config.on_args or ""), "apply", "-f", "-"]
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ConfigError("on='k8s': there is no kubectl here: install it, or --render FILE") from error
+    done = run_tool(config, command, "install it, or --render FILE", text)
     config.check(done.returncode == 0, on=one_line(done.stderr))
     log.info("applied: kubectl logs --follow job/%s", name_of(config))
     return 0
@@ -74,13 +67,12 @@ def manifests(config: LaunchConfig, roles: list[Role]) -> str:
         "kubernetes.yaml",
         command=one_line(typed_command(), None),
         name=name,
-        image=json.dumps(config.image),
+        image=config.image,
         nnodes=config.nnodes,
         gpus_per_node=config.gpus_per_node,
         output_dir=folder,
-        runs=json.dumps(str(folder.parent)),
-        models=json.dumps(str(folder.parent / "models")),
-        token=yaml.safe_dump(config.token or secrets.token_urlsafe(32), default_style="'").strip(),
+        runs=str(folder.parent),
+        token=config.token or secrets.token_urlsafe(32),
         settings=to_yaml(settings),
         trainer=by_name["trainer"],
         pool=pool,

@@ -9,6 +9,7 @@ import logging
 import secrets
 import shlex
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -93,8 +94,7 @@ def roles_of(config: LaunchConfig) -> list[Role]:
     roles = [Role("server", 1, ["ref_server.py"], gpus)] if config.starts_server else []
     if config.workers:
         roles.append(Role("pool", 1, pool_words(config)))
-        words = ["generate.py", *shlex.split(config.worker_args or "")]
-        roles.append(Role("worker", config.workers, words, gpus, waits_for="pool"))
+        roles.append(Role("worker", config.workers, worker_words(config), gpus, waits_for="pool"))
     asked = " and ".join(role.name for role in roles if role.name != "worker")
     end = "all end; a lost rank: all ranks start again"
     return [Role("trainer", ranks, ["grpo_ref_split.py"], gpus, waits_for=asked, at_its_end=end), *roles]
@@ -106,6 +106,11 @@ def pool_words(config: LaunchConfig) -> list[str]:
     if config.pool_url is not None:
         place = ["--pool_url", config.pool_url, "--pool_folder", config.pool_folder]
     return ["ref_server.py", "--task", "rollouts", *place]
+
+
+def worker_words(config: LaunchConfig) -> list[str]:
+    """Return the command of a worker, without its settings."""
+    return ["generate.py", *shlex.split(config.worker_args or "")]
 
 
 def table(roles: list[Role]) -> str:
@@ -143,6 +148,14 @@ def run_again(run: Path, attempt: Callable[[], int | None]) -> int:
             return 1
         log.warning("a machine or a program is lost: the run continues from its last checkpoint")
     return code
+
+
+def run_tool(config: LaunchConfig, command: list[str], remedy: str, text: str = "") -> subprocess.CompletedProcess:
+    """Run a command of the engine's on a text to its end. Raises ConfigError, with a remedy, if it is not installed."""
+    try:
+        return subprocess.run(command, input=text, capture_output=True, text=True)
+    except FileNotFoundError:
+        config.refuse("on", f"there is no {command[0]} here: {remedy}")
 
 
 def fill_in(template: str, /, **values: object) -> str:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 import shlex
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from grpo.clusters.plan import Role, fill_in, share_of
+from grpo.clusters.plan import Role, fill_in, run_tool, share_of
 from grpo.config.command_line import to_yaml
 from grpo.config.errors import ConfigError, one_line, typed_command
 from grpo.config.programs import LaunchConfig
@@ -34,11 +33,12 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
         return 0
     Path(config.output_dir).parent.mkdir(parents=True, exist_ok=True)  # for its log
     # SLURM would keep a job that no nodes can ever take.
-    refusal = sbatch("--test-only", text).stderr
+    remedy = "start this on a login node, or --render FILE"
+    refusal = run_tool(config, ["sbatch", "--test-only"], remedy, text).stderr
     config.check(
         "node configuration is not available" not in refusal, nnodes=f"the cluster has none such: {one_line(refusal)}"
     )
-    done = sbatch("--parsable", text)
+    done = run_tool(config, ["sbatch", "--parsable"], remedy, text)
     config.check(done.returncode == 0, on=f"{one_line(done.stderr)}: on_args has options of sbatch")
     number = done.stdout.strip().partition(";")[0]
     log.info(
@@ -46,15 +46,6 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
         *(number, log_of(config), shlex.quote(config.output_dir)),
     )
     return 0
-
-
-def sbatch(option: str, text: str) -> subprocess.CompletedProcess:
-    try:
-        return subprocess.run(["sbatch", option], input=text, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "on='slurm': there is no sbatch here: start this on a login node, or --render FILE"
-        ) from error
 
 
 def job(config: LaunchConfig) -> str:

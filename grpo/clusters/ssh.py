@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from grpo.clusters.plan import Role, run_again, share_of, shared_files
+from grpo.clusters.plan import Role, run_again, run_tool, share_of, shared_files
 from grpo.config.console import start_command
 from grpo.config.errors import COMMAND, ConfigError, on_stop_signals, one_line, typed_command
 from grpo.config.programs import LaunchConfig
@@ -98,7 +98,7 @@ class Launchers:
         command = self._in_this_folder([sys.executable, "-c", ""])
 
         def ask(host: str) -> str:
-            done = subprocess.run([*self._ssh, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            done = run_tool(self._config, [*self._ssh, host, command], "install it")
             return done.returncode and (one_line(done.stderr) or f"ssh ended with code {done.returncode}")
 
         with ThreadPoolExecutor(len(self._hosts)) as threads:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError
-from grpo.config.trainer import RecordSection
+from grpo.config.trainer import RecordSection, settings_in
 from grpo.wire.picture_files import SIGNATURES
 
 log = logging.getLogger(__name__)
@@ -197,6 +197,11 @@ def finished_steps(run: Path) -> int:
         return read_progress(run / "model").get("step", 0)
     except Damaged:
         return 0
+
+
+def is_finished(run: Path) -> bool:
+    """Tell whether the run in this folder has done its last step, and saved its model."""
+    return finished_steps(run) >= settings_in(run).get("max_steps", math.inf)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-from dataclasses import asdict
 
 import pytest
 import yaml
@@ -160,9 +159,10 @@ def test_what_kubernetes_starts_finds_the_others(tmp_path):
 
 
 def test_workers_with_vllm_take_the_trainer_s_file(tmp_path):
-    config, _ = planned("--on=slurm", "--workers=3", "--worker_args=--engine vllm", "--prompts_per_step=48")
+    words = "--on=slurm", "--workers=3", "--worker_args=--engine vllm", "--prompts_per_step=48"
+    config, _ = planned(*words, "--sequences_per_generate=32")
     file = tmp_path / "config.yaml"
-    file.write_text(to_yaml({name: value for name, value in asdict(config).items() if name not in OF_POOL}))
+    file.write_text(to_yaml({name: value for name, value in config.changed().items() if name not in OF_POOL}))
     worker = parse_arguments(WorkerConfig, "", [f"--config={file}", *shlex.split(config.worker_args)])
     assert worker.engine == "vllm" and worker.pool == config.pool
 
@@ -251,6 +251,12 @@ def by_ssh(tmp_path, monkeypatch):
         return launch(parse_arguments(LaunchConfig, "", [*words, f"--output_dir={tmp_path}/run"]))
 
     return start
+
+
+def test_a_machine_without_ssh_is_told(by_ssh, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="^on='ssh': there is no ssh here: install it"):
+        by_ssh("first")
 
 
 def test_by_ssh_a_machine_that_lacks_the_folder_is_named_and_no_token_is_written(by_ssh, tmp_path, monkeypatch):
