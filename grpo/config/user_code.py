@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import os
 import random
 import sys
@@ -12,12 +13,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo.config.errors import ConfigError, did_you_mean, one_line
-from grpo.config.fields import PROGRAMS
+from grpo.config.fields import PACKAGE, PROGRAMS
 
 Key = tuple[int | str, ...]  # the seed of a call's random numbers
 
@@ -122,7 +124,7 @@ def load_function(field: str, name: str, kind: str = "function") -> Callable:
     if name_of_module not in sys.modules:
         spec = importlib.util.spec_from_file_location(name_of_module, path)
         module = importlib.util.module_from_spec(spec)
-        with imported(field, name, path):
+        with imported(field, name, path), _neighbours_first(Path(path).resolve().parent):
             sys.modules[name_of_module] = module  # before its code runs: pickle looks there
             try:
                 spec.loader.exec_module(module)
@@ -134,8 +136,8 @@ def load_function(field: str, name: str, kind: str = "function") -> Callable:
 
 @contextmanager
 def imported(field: str, name: str, path: str) -> Iterator[None]:
-    """Import the user's file `path` inside, which may import reward.py. Raises ConfigError with the file's line if its
-    code raises."""
+    """Import the user's file `path` inside, which may import reward.py. Raises ConfigError with its line, or that of a
+    neighbour, if its code raises."""
     if str(PROGRAMS) not in sys.path:
         sys.path.append(str(PROGRAMS))  # no program's own folder is there if a module of the package was started
     try:
@@ -145,11 +147,60 @@ def imported(field: str, name: str, path: str) -> Iterator[None]:
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"
         else:
-            stack = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in stack if Path(frame.filename).name == Path(path).name]
-            place = f"{path}:{lines[-1]}" if lines else path
+            folder, stack = Path(path).resolve().parent, traceback.extract_tb(error.__traceback__)
+            mine = [frame for frame in stack if folder in Path(frame.filename).resolve().parents]
+            is_neighbour = mine and Path(mine[-1].filename).name != Path(path).name
+            place = f"{mine[-1].filename if is_neighbour else path}:{mine[-1].lineno}" if mine else path
         reason = one_line(traceback.format_exception_only(error)[-1], None)
         raise ConfigError(f"{field}={name!r}: {place} cannot be imported ({reason}): correct it") from error
+
+
+@contextmanager
+def _neighbours_first(folder: Path) -> Iterator[None]:
+    """Let imports inside find the modules of a folder first, as those of a script do. Later imports find them last.
+
+    Two folders may each have a utils.py, and one may have a datasets.py or a reward.py of its own. What this process
+    had loaded by such a name, or finds without the folder, stays what it imports.
+    """
+    names = {inspect.getmodulename(entry.name) or entry.name for entry in folder.iterdir()}
+    kept = {name: _take_out(name) for name in names if _hides_module(folder, name)}
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name, loaded in kept.items():
+            new = _take_out(name)
+            is_known = bool(loaded) or (new and not _is_of(folder, importlib.util.find_spec(name)))
+            sys.modules |= loaded if is_known else new
+
+
+def _hides_module(folder: Path, name: str) -> bool:
+    """Tell whether a folder has a module or package of this name, by which this process has loaded none, or another."""
+    # The standard library is loaded in part, and this package is running.
+    if not name.isidentifier() or name in {*sys.stdlib_module_names, PACKAGE.name}:
+        return False
+    spec, loaded = PathFinder.find_spec(name, [str(folder)]), getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None or _is_of(folder, loaded):
+        return False
+    # A folder without __init__.py, as one of data may be, hides only another such folder.
+    return spec.origin is not None or loaded is None or loaded.origin is None
+
+
+def _is_of(folder: Path, spec: ModuleSpec | None) -> bool:
+    """Tell whether a module or package lies in the folder itself."""
+    if spec is None:
+        return False
+    places = spec.submodule_search_locations or [spec.origin]
+    return any(place is not None and Path(place).parent.resolve() == folder for place in places)
+
+
+def _take_out(name: str) -> dict[str, ModuleType]:
+    """Remove a module with its submodules from the loaded ones; return them by name."""
+    names = [each for each in sys.modules if each == name or each.startswith(f"{name}.")]
+    return {each: sys.modules.pop(each) for each in names}
 
 
 def module_name(path: str) -> str:

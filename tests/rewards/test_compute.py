@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import importlib
 import math
 import pickle
 import shutil
@@ -111,6 +112,60 @@ def test_a_file_that_cannot_be_imported_is_refused_with_the_line(tmp_path, code,
     for _ in range(2):
         with unchanged(), pytest.raises(ConfigError, match=rf"^reward_funcs='{path}:f': {path}{why}: correct it$"):
             load_reward_funcs([f"{path}:f"])
+
+
+NEIGHBOURED = """
+from utils import WHO, Judge
+{imports}
+def {name}(completions, **kwargs):
+    import of_{name}
+    return [WHO + of_{name}.TENTH for _ in completions]
+
+judged_{name} = Judge()
+"""
+UTILS = """
+WHO = {number}
+class Judge:
+    def __call__(self, completions, **kwargs): return [WHO for _ in completions]
+"""
+
+
+def test_a_file_imports_its_neighbours_as_a_script_does(tmp_path):
+    """Of two folders each its own, also by a name that is a library's or ours, which the process keeps."""
+    imports = {"one": "", "two": "from datasets import load\nfrom reward import own\nimport json, torch.nn"}
+    for number, (name, lines) in enumerate(imports.items(), 1):
+        write_files(
+            tmp_path / name,
+            {
+                "mine.py": NEIGHBOURED.format(name=name, imports=lines),
+                "utils.py": UTILS.format(number=number),
+                f"of_{name}.py": "TENTH = 0.1\n",
+            },
+        )
+    library = {"datasets.py": "load = 7\n", "reward.py": "own = 7\n", "json.py": "1 / 0\n", "torch/rows.txt": "1\n"}
+    write_files(tmp_path / "two", library)
+    names = [f"{tmp_path / name}/mine.py:{prefix}{name}" for name in imports for prefix in ("", "judged_")]
+    config = TrainerConfig(reward_funcs=names, reward_timeout=20)
+    functions = load_reward_funcs(config.reward_funcs)
+    started, pool = start_functions(functions, config, workers=1)
+    for called in functions, started:  # here, and in another process
+        rewards = compute_rewards(called, ["p"], ["a"], {})
+        assert rewards[:, 0].tolist() == [1.1, 1, 2.1, 2]
+    pool.close()
+    assert load_reward_funcs(["correctness_reward"]) == {"correctness_reward": correctness_reward}
+    assert importlib.import_module("datasets").Dataset
+
+
+def test_a_neighbour_that_cannot_be_imported_is_named_with_its_line(tmp_path):
+    write_files(tmp_path, {"mine.py": "\nimport utils\n", "utils.py": "\n\nnothing\n"})
+    with pytest.raises(ConfigError, match=rf": {tmp_path}/utils.py:3 cannot be imported \(NameError: name 'nothing'"):
+        load_reward_funcs([f"{tmp_path}/mine.py:f"])
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
 @pytest.mark.parametrize("second", ["format_reward", "{}:format_reward", "org/format_reward"])
