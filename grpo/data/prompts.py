@@ -297,7 +297,8 @@ def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]
 def _asks_for_gold(reward: Callable | str) -> bool:
     """Tell whether a reward is a function that cannot be called without `answer`."""
     try:
-        answer = inspect.signature(reward).parameters.get("answer")
+        # Of what is called: update_wrapper shows the signature of another function.
+        answer = inspect.signature(reward, follow_wrapped=False).parameters.get("answer")
     except (TypeError, ValueError):  # a reward model or server; a function written in C
         return False
     return answer is not None and answer.default is answer.empty

@@ -128,7 +128,7 @@ def compute_rewards(
         if isinstance(error := returned[name], BaseException):
             if isinstance(function, RewardScorer) or isinstance(error, RewardError):
                 raise error
-            raise make_error(name, error) from error
+            raise make_error(name, function, error, batch) from error
         for i, reward in enumerate(returned[name]):
             if not is_reward(reward):
                 raise invalid_reward(name, reward, text_of(completions[i]))

@@ -66,7 +66,7 @@ def add_deadline(label: str, function: Callable, seconds: float) -> Callable:
         try:
             return call.result()[0]
         except BaseException as error:  # the user's code may raise anything
-            raise make_error(label, error, text_of(batch.completions[0])) from error
+            raise make_error(label, function, error, batch, text_of(batch.completions[0])) from error
 
     return call_each_alone(label, compute_reward)
 
@@ -84,7 +84,7 @@ class RewardService:
         with user_code(*batch.key, index):
             returned = call_function(function, batch, logged)
         if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
-            error = make_error(label, returned, completion)
+            error = make_error(label, function, returned, batch, completion)
         elif isinstance(returned, BaseException):
             raise returned  # the process ends
         elif not is_reward(returned[0]):

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import math
+import re
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,10 @@ from grpo.config.user_code import Key
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message
+
+# The arguments by which a reward function of another trainer is known.
+_OTHERS = {"reward_inputs": "EasyR1", "reward_input": "EasyR1", "predict_str": "EasyR1", "solution_str": "verl"}
+_OTHERS |= {"solution_strs": "verl", "queries": "OpenRLHF", "item": "simple_GRPO"}
 
 LARGEST_REWARD = 1e100  # float64 holds its square, which std needs
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
@@ -124,16 +129,28 @@ def load_function(name: str) -> Callable:
             module = importlib.import_module("reward")
         kind = "function (a reward model is written ./folder or org/model)"
         function = user_code.find_function("reward_funcs", name, module, kind)
+    remedy = "it is a class: make an object of it at the end of the file, and name that"
+    require(not inspect.isclass(function), "reward_funcs", name, remedy)
     if not bracket:
         return function
-    takes_tags = "tags" in inspect.signature(function).parameters
-    require(takes_tags, "reward_funcs", f"{name}({words}", "it has no argument `tags`: leave the brackets out")
+    parameters = parameters_of(function, follow_wrapped=True)  # what a decorator hands on, it may take by **kwargs
+    remedy = "it has no argument `tags`: leave the brackets out"
+    require("tags" in parameters, "reward_funcs", f"{name}({words}", remedy)
     tags = tuple(word.strip() for word in words.removesuffix(")").split(","))
-    default = inspect.signature(function).parameters["tags"].default
+    default = parameters["tags"].default
     fits = all(tags) and (not isinstance(default, tuple) or len(tags) == len(default))
     remedy = "name its tags between the brackets, as many as it has of its own, or leave them out"
     require(fits, "reward_funcs", f"{name}({words}", remedy)
     return functools.update_wrapper(functools.partial(function, tags=tags), function)
+
+
+def parameters_of(function: Callable, follow_wrapped: bool = False) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of what is called; with `follow_wrapped`, of the function that a decorator wraps. None of a
+    function that has no signature, as some of those written in C."""
+    try:
+        return inspect.signature(function, follow_wrapped=follow_wrapped).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def call_function(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> list | BaseException:
@@ -153,7 +170,7 @@ async def await_call(function: Callable | RewardScorer, batch: RewardBatch, logg
 
 
 def _begin_call(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> Any:
-    """Call the function; an async one returns an awaitable. Raises Misuse if it does not take the arguments."""
+    """Call the function; an async one returns an awaitable."""
     if isinstance(function, RewardScorer):
         return function.score(batch.conversations)
     if getattr(function, "takes_batch", False):
@@ -161,10 +178,7 @@ def _begin_call(function: Callable | RewardScorer, batch: RewardBatch, logged: L
     arguments = batch.make_arguments(logged)
     if isinstance(function, functools.partial):  # its tags, not a column of the dataset
         arguments = {name: value for name, value in arguments.items() if name not in function.keywords}
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise Misuse(f"cannot be called: {error}: it is given {', '.join(arguments)}: end with **kwargs") from None
+    # No signature is asked beforehand: functools.wraps and update_wrapper show that of another function than is called.
     return function(**arguments)
 
 
@@ -173,6 +187,9 @@ def _check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
     count, returned = len(batch.completions), _take_parts_out(returned, logged)
     if returned is None:
         raise Misuse("returned None: is a `return` missing?")
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise Misuse("returned a coroutine: let what is called be async def, its decorator too")
     if not isinstance(returned, Iterable):
         raise Misuse(f"returned {repr_of(returned)}: it must return a list with one reward for each completion")
     rewards = [*map(to_plain, returned)]
@@ -185,17 +202,17 @@ def _check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
 
 
 def _take_parts_out(returned: Any, logged: Logged) -> Any:
-    """Return what is called "overall" in a dict of lists or a list of dicts, as EasyR1's functions return them; log the
-    rest of each completion, and as metrics. Return anything else unchanged. Raises Misuse without an "overall"."""
+    """Return what is called "overall" (EasyR1) or "score" (verl) in a dict of lists or a list of dicts; log the rest of
+    each completion, and as metrics. Return anything else unchanged. Raises Misuse without either."""
     is_rows = isinstance(returned, Sequence) and returned and all(isinstance(row, Mapping) for row in returned)
     if is_rows:
         returned = {name: [row.get(name) for row in returned] for name in returned[0]}
     if not isinstance(returned, Mapping):
         return returned
     parts = dict(returned)
-    if "overall" not in parts:
+    if (total := next((name for name in ("overall", "score") if name in parts), None)) is None:
         raise Misuse(f"returned {', '.join(map(str, parts))} without 'overall', which is trained on: add it")
-    overall = parts.pop("overall")
+    overall = parts.pop(total)
     for name, values in parts.items():
         logged.log_extra(name, values)
         for value in values:
@@ -204,12 +221,73 @@ def _take_parts_out(returned: Any, logged: Logged) -> Any:
     return overall
 
 
-def make_error(name: str, error: BaseException, completion: str | None = None) -> RewardError:
-    """Make the error that ends the run after a function raised, on this completion if it is known."""
-    how = str(error)
-    if not isinstance(error, Misuse):
+def make_error(
+    name: str, function: Callable, error: BaseException, batch: RewardBatch, completion: str | None = None
+) -> RewardError:
+    """Make the error that ends the run after a function raised on a batch, on this completion if it is known."""
+    if isinstance(error, Misuse):
+        how = str(error)
+    elif (refused := _refused_parameters(function, error)) is not None:
+        how = f"cannot be called: {_explain_refusal(refused, error, batch)}"
+    else:
         how = f"failed{'' if completion is None else f' on {quote_completion(completion)}'}: {repr_of(error)}"
+        how += _explain_types(error, batch)
     return RewardError(f"Reward function {name!r} {how}", format_user_stack(error))
+
+
+def _refused_parameters(function: Callable, error: BaseException) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of the function if it does not take the arguments, or of one to which a decorator hands
+    them on; None if the error is another one."""
+    if not isinstance(error, TypeError) or not re.search(r"\bargument|takes no", _words_of(error)):
+        return None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_code is _begin_call.__code__:  # no line of the function has run
+        return parameters_of(function)
+    wrapped = getattr(inspect.unwrap(function), "__qualname__", None)
+    return parameters_of(function, follow_wrapped=True) if _words_of(error).startswith(f"{wrapped}() ") else None
+
+
+def _explain_refusal(parameters: Mapping[str, inspect.Parameter], error: BaseException, batch: RewardBatch) -> str:
+    given = batch.make_arguments(Logged())
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in given
+    ]
+    if not missing:
+        is_by_place = any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values())
+        remedy = "arguments come by their names: leave the / out" if is_by_place else "end with **kwargs"
+        words = _words_of(error).rpartition("() ")[2]
+        return f"{words}: it is given {', '.join(given)}: {remedy}"
+    trainer = next((_OTHERS[name] for name in missing if name in _OTHERS), None)
+    remedy = "give the dataset a column of that name, or the argument a default"
+    if trainer is not None:
+        remedy = f"these are arguments of {trainer}: call it from a function of three lines, as docs/rewards.md shows"
+    return f"it asks for {', '.join(missing)}, and is given {', '.join(given)}: {remedy}"
+
+
+def _explain_types(error: BaseException, batch: RewardBatch) -> str:
+    """Return the likely reason of an error of a function that was written for the other kind of prompts, or ""."""
+    if not isinstance(error, TypeError | AttributeError):
+        return ""
+    words, is_text = _words_of(error), all(isinstance(completion, str) for completion in batch.completions)
+    gold = next(iter(batch.columns.get("answer", ())), None)
+    if is_text and re.search(r"string indices must|'str' object has no attribute '(get|items|keys|values)'", words):
+        return ": completions are text here, not messages, because the dataset's prompts are text"
+    if not is_text and re.search(r"\blist\b", words):
+        text = "completion[0]['content']"
+        return f": completions are lists of messages here, because the dataset's prompts are: the text is {text}"
+    if isinstance(gold, Mapping) and re.search(r"\b(dict|gold answer)\b", words):
+        example = f"dataset_answer_column COLUMN.{next(iter(gold))}"
+        return f": the gold answer is a dict of {', '.join(gold)}: name the one to compare with, as in {example}"
+    return ""
+
+
+def _words_of(error: BaseException) -> str:
+    """Return the words of an error that Python raises; of others, whose str may raise, those that they are made of."""
+    return next((each for each in error.args if isinstance(each, str)), "")
 
 
 def repr_of(value: object) -> str:

@@ -102,7 +102,7 @@ class Session:
         if self._environment.is_game:
             return reset(columns)
         try:
-            inspect.signature(reset).bind(**columns)
+            inspect.signature(reset, follow_wrapped=False).bind(**columns)
         except TypeError as error:
             given = ", ".join(columns) or "nothing"
             reason = f"cannot be called: {error}: it is given {given}: name some, and end with **kwargs"

@@ -2,9 +2,12 @@
 
 import asyncio
 import copy
+import functools
 import importlib
+import inspect
 import math
 import pickle
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -16,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from careless import unchanged
+from conftest import REPOSITORY
 
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
@@ -241,8 +245,84 @@ def test_the_traceback_stands_above_the_line_that_ends_a_program(capsys):
     assert above == "Traceback ..." and line.endswith(": error: Reward function 'f' failed: KeyError('x')\n")
 
 
+def scaled(completions, scale, **kwargs):
+    return [float(scale)] * len(completions)
+
+
+def golds(completions, answer):
+    return [float(gold) for gold in answer]
+
+
+def decorated(function, call):
+    @functools.wraps(function)
+    def wrapper(**arguments):
+        return call(**arguments)
+
+    return wrapper
+
+
+def only_golds(answer, **others):
+    return golds(others["completions"], answer)
+
+
+async def scaled_later(**arguments):
+    return scaled(**arguments)
+
+
+def of_fewer(*, completions, **_):
+    return [2.0] * len(completions)
+
+
+class Scaled:
+    __signature__ = inspect.signature(golds)  # which it does not keep
+
+    def __call__(self, completions, scale=2, **kwargs):
+        return scaled(completions, scale)
+
+    of_two = functools.partialmethod(__call__, scale=2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.update_wrapper(partial(scaled, scale=2), scaled),
+        decorated(scaled, partial(scaled, scale=2)),  # adds an argument
+        decorated(golds, only_golds),  # leaves some out
+        functools.update_wrapper(of_fewer, golds),
+        decorated(decorated(golds, only_golds), only_golds),
+        functools.update_wrapper(partial(scaled_later, scale=2), scaled),
+        Scaled(),
+        Scaled().of_two,
+        partial(Scaled().__call__, scale=2),
+    ],
+)
+def test_the_arguments_are_those_of_what_is_called(function):
+    """functools.wraps and update_wrapper let inspect.signature show those of another function."""
+    rewards = compute_rewards({"f": function}, ["p"] * 2, ["a", "b"], {"answer": ["2", "2"]})
+    assert rewards.tolist() == [[2.0, 2.0]]
+
+
+def test_a_class_and_a_function_without_a_signature_are_refused_in_a_sentence(tmp_path):
+    (tmp_path / "mine.py").write_text("f = max\nclass Judge:\n    def __call__(self, **kwargs): return [0.0]\n")
+    for name, reason in {
+        "f(a, b)": "it has no argument `tags`",
+        "Judge": "it is a class: make an object of it",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^reward_funcs='.*mine.py:{re.escape(name)}': {reason}"):
+            load_reward_funcs([f"{tmp_path}/mine.py:{name}"])
+    with pytest.raises(RewardError, match="^Reward function 'f' cannot be called: max.* expected at least 1 argument"):
+        compute_rewards({"f": max}, ["p"], ["a"], {})
+
+
 TWICE = [1.0] * 2
 GIVEN = "prompts, completions, answer, trainer_state, log_extra, log_metric"
+ASKED = f"cannot be called: it asks for {{}}, and is given {GIVEN}: "
+ADAPT = "these are arguments of {}: call it from a function of three lines, as docs/rewards.md shows"
+COLUMN = "give the dataset a column of that name, or the argument a default"
+
+
+BY_PLACE = f"cannot be called: missing 1 required positional argument: 'completions': it is given {GIVEN}: argumen"
+UNEXPECTED = f"cannot be called: got an unexpected keyword argument 'prompts': it is given {GIVEN}: end with **kwargs"
 
 
 @pytest.mark.parametrize(
@@ -252,15 +332,97 @@ GIVEN = "prompts, completions, answer, trainer_state, log_extra, log_metric"
         (lambda **_: 1.0, "returned 1.0: it must return a list with one reward for each completion"),
         (lambda **_: [1.0], "returned 1 rewards for 2 completions: return one for each"),
         (lambda log_extra, **_: log_extra("x", [1]) or TWICE, "gave log_extra 1 values of 'x' for 2 completions"),
-        (lambda gold, **_: TWICE, f"cannot be called: missing a required argument: 'gold': it is given {GIVEN}"),
-        (lambda completions: TWICE, "cannot be called: got an unexpected keyword argument 'prompts': it is given"),
+        (lambda gold, **_: TWICE, ASKED.format("gold") + COLUMN),
+        (lambda completions: TWICE, UNEXPECTED),
+        (lambda completions, /, **_: TWICE, BY_PLACE),
+        (functools.cache(lambda **_: TWICE), """failed: TypeError("unhashable type: 'list'")"""),
+        (decorated(scaled_later, scaled_later), "returned a coroutine: let what is called be async def, its decorator"),
+        (decorated(golds, golds), UNEXPECTED),
+        (decorated(scaled, scaled), ASKED.format("scale") + COLUMN),
+        (
+            lambda data_source, solution_str, ground_truth, extra_info=None: 1.0,
+            ASKED.format("data_source, solution_str, ground_truth") + ADAPT.format("verl"),
+        ),
+        (lambda reward_inputs: [], ASKED.format("reward_inputs") + ADAPT.format("EasyR1")),
+        (lambda reward_input, **_: 1.0, ASKED.format("reward_input") + ADAPT.format("EasyR1")),
+        (lambda queries, prompts, labels, **_: [], ASKED.format("queries, labels") + ADAPT.format("OpenRLHF")),
     ],
 )
 def test_a_function_that_is_no_reward_function_is_refused_in_a_sentence(function, reason):
     with pytest.raises(RewardError) as caught:
         compute_rewards({"f": function}, ["p"] * 2, ["a", "b"], {"answer": ["1", "2"]})
     assert str(caught.value).startswith(f"Reward function 'f' {reason}")
-    assert caught.value.traceback == ""
+    assert caught.value.traceback == "" or "in wrapper" in caught.value.traceback
+
+
+OF_MESSAGES = [[{"role": "assistant", "content": "a"}]] * 2
+OF_TEXT = ["ab", "b"]
+TEXT = "completions are text here, not messages, because the dataset's prompts are text"
+LISTS = (
+    "completions are lists of messages here, because the dataset's prompts are: the text is completion[0]['content']"
+)
+DICTS = (
+    "the gold answer is a dict of ground_truth, style: name the one to compare with, as in dataset_answer_column "
+    "COLUMN.ground_truth"
+)
+
+
+@pytest.mark.parametrize(
+    "completions, function, reason",
+    [
+        (OF_TEXT, lambda completions, **_: [len(each[0]["content"]) for each in completions], TEXT),
+        (OF_TEXT, lambda completions, **_: [len(each.get("content")) for each in completions], TEXT),
+        (OF_TEXT, lambda prompts, **_: [len(each[-1]["content"]) for each in prompts], TEXT),
+        (OF_MESSAGES, lambda completions, **_: [len(each.strip()) for each in completions], LISTS),
+        (OF_MESSAGES, lambda completions, **_: [bool(re.search("a", each)) for each in completions], LISTS),
+        (OF_MESSAGES, lambda completions, **_: ["<answer>" + each for each in completions], LISTS),
+        (OF_TEXT, lambda answer, **_: [gold.strip() for gold in answer], DICTS),
+        (OF_TEXT, lambda completions, **_: [each.nothing for each in completions], ""),
+        (OF_MESSAGES, lambda completions, **_: [1 / 0], ""),
+    ],
+)
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_function_for_the_other_kind_of_prompts_is_told_so(completions, function, reason, is_alone):
+    """By the words of Python's errors, which may change with its versions."""
+
+    async def later(**arguments):
+        return function(**arguments)
+
+    called = add_deadline("f", later, 20.0) if is_alone else function
+    golds = [{"ground_truth": "1", "style": "rule"}] * 2
+    with pytest.raises(RewardError) as caught:
+        compute_rewards({"f": called}, completions, completions, {"answer": golds})
+    error, _, found = str(caught.value).rpartition(")")
+    assert error.startswith("Reward function 'f' failed") and found == (f": {reason}" if reason else "")
+
+
+THEIRS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "gsm8k" and extra_info["index"] < 2
+    return {"score": float(solution_str == ground_truth), "acc": True}
+
+def score_batch(reward_inputs: list[dict]):
+    return [{"overall": float(row["response"] == row["ground_truth"]), "format": 1.0} for row in reward_inputs]
+
+def reward_func(queries, prompts, labels):
+    fits = [query == prompt + label for query, prompt, label in zip(queries, prompts, labels, strict=True)]
+    return {"rewards": torch.tensor(fits).float(), "scores": None}
+
+def reward_correct(item, answer):
+    return 1 if answer == item["A"] else -1
+"""
+
+
+def test_three_lines_adapt_functions_of_other_trainers(tmp_path):
+    """Those of the page, to functions with the arguments and results that the trainers document."""
+    (code,) = re.findall(r"```python\n(from theirs .*?)```", (REPOSITORY / "docs/rewards.md").read_text(), re.DOTALL)
+    write_files(tmp_path, {"mine.py": code, "theirs.py": f"import torch\n{THEIRS}"})
+    columns = {"answer": ["1", "2"], "data_source": ["gsm8k"] * 2, "extra_info": [{"index": 0}, {"index": 1}]}
+    for name, wrong in {"of_verl": 0, "of_easyr1": 0, "of_openrlhf": 0, "of_simple_grpo": -1}.items():
+        is_chat = name == "of_verl"
+        completions = [[{"role": "assistant", "content": text}] if is_chat else text for text in "13"]
+        functions = load_reward_funcs([f"{tmp_path}/mine.py:{name}"])
+        assert compute_rewards(functions, ["p", "q"], completions, columns).tolist() == [[1, wrong]]
 
 
 # --- what they log

@@ -11,6 +11,7 @@ from grpo.config.errors import ConfigError, RewardError
 from grpo.config.user_code import module_name
 
 GAME = '''
+import functools
 import itertools
 import numpy
 
@@ -119,6 +120,17 @@ class Silent:
 class Narrow(Silent):
     def reset(self, start):
         pass
+
+def take_start(reset):
+    @functools.wraps(reset)
+    def reset_at(self, **columns):
+        return reset(self, columns["start"])
+    return reset_at
+
+class Widened(Silent):
+    @take_start
+    def reset(self, start):
+        return f"from {start}"
 
 def add(a: int, b: int) -> int:
     """Add.
@@ -307,6 +319,7 @@ def test_a_reset_that_cannot_be_used_ends_the_run(begin):
     talk = begin("Narrow", {"start": 1, "answer": "2"})[0]
     with pytest.raises(RewardError, match="reset cannot be called: .*'answer': it is given start, answer: name some"):
         talk.say("x")
+    assert begin("Widened", {"start": 1})[2].observe({"start": 2, "answer": "3"}) == "from 2"  # its decorator takes all
     talk, _, turns = begin("Guess", {})
     with pytest.raises(RewardError, match=r"reset failed: KeyError\('number'\)"):
         talk.say("7")
