@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"step (\d+) of (\d+): (.+)")
 _ERROR = re.compile(r"^[^:]*(?:grpo|ref_server)[^:]*: error: (.+)", re.MULTILINE)  # no line of a compiler's
+_FUNCTIONS_FILE = "given_functions.py"  # imports inside find it: a name that no module of the user's has
 _FUNCTIONS = '''"""The functions that grpo.train was given."""
 
 from pathlib import Path
@@ -227,14 +229,19 @@ class _Inputs:
 
         if isinstance(rows, str | Path):
             return str(rows)
-        if isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows) and rows:
+        if isinstance(rows, Sequence | datasets.Dataset) and len(rows) == 0:
+            raise ConfigError(f"{field}: there is no row in it: give one at least")
+        if isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows):
             names = dict.fromkeys(name for row in rows for name in row)  # from_list takes those of the first row
             try:
                 rows = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
             except (pyarrow.ArrowException, TypeError) as error:
                 raise ConfigError(f"{field}: {one_line(error)}: give each column values of one type") from error
         if not isinstance(rows, datasets.Dataset):
-            raise ConfigError(f"{field}={type(rows).__name__}: give a datasets.Dataset, a list of rows, or a name")
+            remedy = "give a datasets.Dataset, a list of rows that are dicts, or a name"
+            if isinstance(rows, datasets.DatasetDict):
+                remedy = f"give one of its splits, {', '.join(map(repr, rows))}"
+            raise ConfigError(f"{field}={type(rows).__name__}: {remedy}")
         if self._writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             datasets.disable_progress_bars()
@@ -254,7 +261,7 @@ class _Inputs:
             for name, function in self._functions.items():
                 (self.folder / f"{name}.dill").write_bytes(_pickled(name, function))
         if self._functions:
-            self._replace("functions.py", _FUNCTIONS)
+            self._replace(_FUNCTIONS_FILE, _FUNCTIONS)
         return self._replace("config.yaml", text)
 
     def _replace(self, name: str, text: str) -> Path:
@@ -270,12 +277,26 @@ class _Inputs:
             return [self._named(field, each) for each in value]
         if not callable(value):
             return str(value) if isinstance(value, Path) else value
-        name = getattr(value, "__name__", type(value).__name__)
-        if not name.isidentifier():
-            raise ConfigError(f"{field}={name}: define it with a name: its metrics bear that")
-        if self._functions.setdefault(name, value) is not value:
-            raise ConfigError(f"{field}={name}: another function has this name: rename one")
-        return f"{self.folder / 'functions.py'}:{name}"
+        name = self._name_of(field, value)
+        self._functions[name] = value
+        return f"{self.folder / _FUNCTIONS_FILE}:{name}"
+
+    def _name_of(self, field: str, value: object) -> str:
+        """Return a function's name. A partial has its function's and an object its class's, with a number if there are
+        several of them."""
+        function = value
+        while isinstance(function, partial):
+            function = function.func
+        own = getattr(value, "__name__", getattr(function, "__name__", type(function).__name__))
+        if not own.isidentifier():
+            raise ConfigError(f"{field}={own}: define it with a name: its metrics bear that")
+        is_named = function is value and hasattr(value, "__name__")
+        names = (own, *(f"{own}_{number}" for number in range(2, len(self._functions) + 2)))
+        name = next(name for name in names if self._functions.get(name, value) is value)
+        if name != own and is_named:
+            remedy = "rename one, or set its __name__"
+            raise ConfigError(f"{field}={own}: another function has this name: {remedy}")
+        return name
 
 
 def _pickled(name: str, function: object) -> bytes:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import nbformat
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ if __name__ == "__main__":
         "learing_rate (did you mean learning_rate?): no such field",
         "output_dir='old': it holds a run",
         "reward_funcs=<lambda>: define it with a name",
-        "train_dataset=list_iterator: give a datasets.Dataset, a list of rows, or a name",
+        "train_dataset=list_iterator: give a datasets.Dataset, a list of rows that are dicts, or a name",
         "eval_dataset: give rows with rows",
         "a setting is no text, number or list of such: <object object",
         "train_dataset: ",
@@ -130,6 +131,57 @@ if __name__ == "__main__":
     for sentence, part in zip(sentences, expected, strict=True):
         assert part in sentence
     assert 'raise ValueError("the judge is asleep")' in output  # the user's part of the stack is seen
+
+
+def test_rows_that_cannot_be_trained_on_are_refused_before_a_run_begins(tmp_path):
+    rows = datasets.Dataset.from_list([{"question": "1?", "answer": "1"}])
+    for given, reason in (
+        ([], "there is no row in it: give one at least"),
+        (rows.select([]), "there is no row in it: give one at least"),
+        (["1?", "2?"], "=list: give a datasets.Dataset, a list of rows that are dicts, or a name"),
+        (datasets.DatasetDict({"train": rows}), "=DatasetDict: give one of its splits, 'train'"),
+    ):
+        for names in {"train_dataset": given}, {"train_dataset": rows, "eval_dataset": given}:
+            with pytest.raises(grpo.SettingsError, match=f"^{[*names][-1]}:? ?{reason}$"):
+                grpo.train("model", output_dir=tmp_path / "run", **names)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_each_of_several_partials_and_objects_has_a_name_and_a_users_module_may_have_any(model_folder, tmp_path):
+    """Also with the name that update_wrapper gives them, Open-R1's way."""
+    (tmp_path / "functions.py").write_text(
+        "def of_module(completions, **kwargs):\n    return [5.0 for _ in completions]\n"
+    )
+    text = """
+import functools, functions
+
+def scaled(completions, scale, **kwargs):
+    return [float(scale) for _ in completions]
+
+class Judge:
+    def __init__(self, reward):
+        self.reward = reward
+    def __call__(self, completions, **kwargs):
+        return [self.reward for _ in completions]
+
+given = [functools.partial(scaled, scale=1), functools.update_wrapper(functools.partial(scaled, scale=2), scaled)]
+given += [Judge(3.0), Judge(4.0), functions.of_module, functools.partial(scaled, scale=6)]
+given[-1].__name__ = "sixfold"
+
+def twice(name):
+    def reward(completions, **kwargs): return [0.0]
+    return reward
+
+if __name__ == "__main__":
+    grpo.train(MODEL, train_dataset=rows, reward_funcs=given, dry_run=True, output_dir="run", **small)
+    grpo.train(MODEL, train_dataset=rows, reward_funcs=[twice(1), twice(2)], dry_run=True, **small)
+"""
+    output = ended(script(tmp_path, text.replace("MODEL", repr(str(model_folder)))), 1)
+    names = "scaled", "scaled_2", "Judge", "Judge_2", "of_module", "sixfold"
+    for number, name in enumerate(names, 1):
+        assert f" {name} gives {number}.0 for the gold answer of the first prompt" in output
+    assert "reward_funcs=reward: another function has this name: rename one, or set its __name__" in output
 
 
 def test_a_run_that_grpo_stop_ended_is_not_returned_as_done(tmp_path, monkeypatch):
@@ -164,7 +216,9 @@ if __name__ == "__main__":
     assert "KeyboardInterrupt" in output and "stopping after this step" in output
     done = len(lines(metrics))
     settings = yaml.safe_load((tmp_path / "run.inputs/config.yaml").read_text())
-    assert settings["reward_funcs"] == [f"{tmp_path}/run.inputs/functions.py:marks"] and settings["eval_steps"] == 0
+    assert (
+        settings["reward_funcs"] == [f"{tmp_path}/run.inputs/given_functions.py:marks"] and settings["eval_steps"] == 0
+    )
     changed = text.replace("STEPS", str(done + 1)).replace("FROM", "'last'")
     assert ended(script(tmp_path, changed)).splitlines()[-1] == str(done + 1)
     assert [row["step"] for row in lines(metrics)] == [*range(1, done + 2)]
