@@ -129,8 +129,10 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
 
 
 def _is_whole_file(config: EvaluateConfig) -> bool:
+    from grpo.data.dataset import is_one_split
+
     is_whole = config.eval_holdout == 0 and "[" not in config.dataset_test_split and not is_mixture(config)
-    return is_whole and Path(config.dataset_name).expanduser().is_file()
+    return is_whole and is_one_split(config.dataset_name)
 
 
 def _split(config: EvaluateConfig) -> str:

@@ -15,8 +15,9 @@ from grpo.config.sampling_settings import AnsweringConfig
 from grpo.model.hub import can_ask_hub
 
 TRL_COLUMN = "prompt"  # what TRL's datasets call the prompt: taken if there is no column of the default name
-_FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
+_SAVED = "state.json", "dataset_info.json"  # the files by which a folder is known that Dataset.save_to_disk wrote
 # What `datasets` says of a JSON and a Parquet file without a row.
 _WITHOUT_ROWS = "corresponds to no data", "BatchSize must be greater than 0"
 
@@ -102,29 +103,70 @@ def _without_part(split: str) -> str:
     return split.partition("[")[0]
 
 
+def is_one_split(name: str) -> bool:
+    """Tell whether a dataset is a single file, or the folder of a saved Dataset: they have no splits."""
+    path = Path(name).expanduser()
+    return path.is_file() or _is_saved(path)
+
+
+def _is_saved(folder: Path) -> bool:
+    return all((folder / file).is_file() for file in _SAVED)
+
+
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
-    """Return the files of a split, of one type: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*. None
-    if the dataset is no local path. Not left to `datasets`, which takes every file for the test split if the folder's
-    path has "test" in it."""
+    """Return the files of a split, of one type. None if the dataset is no local path. Not left to `datasets`, which
+    takes every file for the test split if the folder's path has "test" in it."""
     path, split = Path(config.dataset_name).expanduser(), _without_part(split)
     trained = _without_part(config.dataset_train_split)
     if not path.exists():
         return []
+    if is_one_split(config.dataset_name) and split != trained:
+        kind, end = ("file", path.suffix) if path.is_file() else ("dataset", "")
+        remedy = f"set eval_holdout, or give a folder with {trained}{end} and {split}{end}, or set eval_steps to 0"
+        raise ConfigError(f"dataset_test_split={split!r}: {path} is a single {kind}: {remedy}")
     if path.is_file():
-        if split != trained:
-            names = f"{trained}{path.suffix} and {split}{path.suffix}"
-            reason = f"{path} is a single file: set eval_holdout, or give a folder with {names}, or set eval_steps to 0"
-            raise ConfigError(f"dataset_test_split={split!r}: {reason}")
         files = [path]
+    elif _is_saved(path):
+        files = _saved_files(config, path)
+    elif _is_saved(path / split):
+        files = _saved_files(config, path / split)
+    elif saved := sorted(folder.name for folder in path.iterdir() if _is_saved(folder)):
+        reason = f"split {split!r} is not among those that were saved, {', '.join(saved)}"
+        config.refuse("dataset_name", f"{reason}: set dataset_train_split, dataset_test_split, or eval_steps to 0")
     else:
-        named = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
-        # A folder of pictures beside the rows may have train-1.png.
-        files = [file for file in named if file.suffix in _FILE_TYPES] or named
+        files = _files_in(config, path, split)
     if len({file.suffix for file in files}) != 1 or files[0].suffix not in _FILE_TYPES:
         found = sorted(str(file.relative_to(path.parent)) for file in [path, *path.rglob("*")] if file.is_file())
         raise ConfigError(
             f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}, called "
-            f"{split}.* or {split}-*.*; found {', '.join(found[:8]) or 'none'}: rename or convert them, or set "
-            "dataset_train_split, dataset_test_split, or eval_steps to 0"
+            f"{split}.* or {split}-*.*, or all in a folder {split}; found {', '.join(found[:8]) or 'none'}: rename or "
+            "convert them, or set dataset_train_split, dataset_test_split, or eval_steps to 0"
         )
+    return files
+
+
+def _files_in(config: AnsweringConfig, path: Path, split: str) -> list[Path]:
+    """Return the files of a folder that are called SPLIT.* or SPLIT-*.*, or else those in a folder SPLIT, as the hub
+    converts datasets. Raises ConfigError if they are in several folders: the hub's configurations have other rows."""
+    named = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
+    files = [file for file in named if file.suffix in _FILE_TYPES]  # pictures beside the rows may be train-1.png
+    folders = {file.parent for file in files}
+    if not files:
+        files = sorted(file for file in path.rglob(f"{split}/*") if file.suffix in _FILE_TYPES)
+        folders = {file.parents[1] for file in files}
+    several = " and in ".join(sorted(map(str, folders)))
+    reason = f"split {split!r} is in {several}: name one of these, or move the files together"
+    config.check(len(folders) <= 1, dataset_name=reason)
+    return files or named
+
+
+def _saved_files(config: AnsweringConfig, folder: Path) -> list[Path]:
+    """Return the files that Dataset.save_to_disk wrote into a folder, in the order of the rows."""
+    try:
+        state = json.loads((folder / _SAVED[0]).read_text(encoding="utf-8"))
+        files = [folder / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{folder / _SAVED[0]} cannot be read ({type(error).__name__}: {one_line(error)})"
+        config.refuse("dataset_name", f"{reason}: save the dataset again")
+    config.check(bool(files), dataset_name=f"there is no row in {folder}: save some, or name another dataset")
     return files

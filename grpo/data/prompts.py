@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from grpo.config.errors import cores_here, one_line, require
 from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import PictureCountError
-from grpo.data.dataset import TRL_COLUMN, decoded, load_rows
+from grpo.data.dataset import TRL_COLUMN, decoded, is_one_split, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
 from grpo.data.examples import GIVEN_TO_REWARDS, make_example
 from grpo.data.mixture import is_mixture, parts_of
@@ -63,8 +62,9 @@ def load_examples(
             examples += [replace(example, source=part.label) for example in loaded]
             columns |= dict.fromkeys(loaded[0].columns)
         elif trained or tested:  # a reward function of the run asks for its columns too
-            is_file = Path(part.config.dataset_name).expanduser().is_file()  # which has no test split
-            there = part.config.dataset_train_split if is_file else trained or tested
+            there = trained or tested
+            if is_one_split(part.config.dataset_name):  # which has no test split
+                there = part.config.dataset_train_split
             names = load_rows(part.config, there).column_names
             columns |= dict.fromkeys([*names, *(["answer"] if part.config.dataset_answer_column in names else [])])
     config.check(bool(examples), dataset_name=f"no dataset has a split to take as {split!r}: name one as test_split")

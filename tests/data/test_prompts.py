@@ -8,6 +8,7 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import ClassVar
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -368,8 +369,57 @@ def test_a_folder_has_splits_each_in_one_or_several_files(tmp_path, tokenizer):
     for split, gold in (("train", ["2", "4", "2"]), ("held_out", ["4"])):
         examples = load_examples(config(tmp_path, "--dataset_test_split", "held_out"), split, tokenizer, progress=False)
         assert [example.gold for example in examples] == gold
-    with pytest.raises(ConfigError, match=r"called test\.\* or test-\*\.\*; found .*: rename"):
+    with pytest.raises(ConfigError, match=r"called test\.\* or test-\*\.\*, or all in a folder test; found .*: rename"):
         load_examples(config(tmp_path), "test", tokenizer, progress=False)
+
+
+LOOSE = [{"question": "Three?", "answer": "3", "level": 3}]
+
+
+def test_what_save_to_disk_wrote_is_a_dataset(tmp_path, tokenizer):
+    train, test = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(LOOSE)
+    train.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
+
+    def golds(name: str, split: str, *options: str) -> list[str]:
+        settings = config(tmp_path / name, *options)
+        return [each.gold for each in load_examples(settings, split, tokenizer, progress=False)]
+
+    assert golds("one", "train") == golds("both", "train") == ["2", "4"] and golds("both", "test") == ["3"]
+    (tmp_path / "both/dataset_dict.json").unlink()  # each split saved by itself
+    assert golds("both", "train") == ["2", "4"]
+    assert golds("one", "train[1:]", "--dataset_train_split=train[1:]") == ["4"]
+    assert sorted(golds("one", "train", "--eval_holdout=1") + golds("one", "test", "--eval_holdout=1")) == ["2", "4"]
+    assert _split(EvaluateConfig(dataset_name=str(tmp_path / "one"))) == "train"
+    with pytest.raises(ConfigError, match="dataset_test_split='test': .*one is a single dataset: set eval_holdout"):
+        golds("one", "test")
+    with pytest.raises(ConfigError, match="split 'dev' is not among those that were saved, test, train: set dataset_t"):
+        golds("both", "dev", "--dataset_test_split=dev")
+    (tmp_path / "one/state.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"one/state.json cannot be read \(KeyError: .*\): save the dataset again"):
+        golds("one", "train")
+    train.select([]).save_to_disk(tmp_path / "none")
+    with pytest.raises(ConfigError, match="there is no row in .*/none: save some"):
+        golds("none", "train")
+
+
+def test_the_hubs_converted_layout_is_a_dataset_and_of_several_one_is_named(tmp_path, tokenizer):
+    hub = tmp_path / "hub"
+    write(hub / "default/train/0000.parquet")
+    write(hub / "default/train/0001.parquet", LOOSE)
+    write(hub / "default/test/0000.parquet", LOOSE)
+    (hub / "default/train/0000.parquet.metadata").write_text("of a download")
+    for folder in hub, hub / "default":
+        for split, golds in {"train": ["2", "4", "3"], "test": ["3"]}.items():
+            examples = load_examples(config(folder), split, tokenizer, progress=False)
+            assert [example.gold for example in examples] == golds
+    write(hub / "socratic/train/0000.parquet", LOOSE)
+    write(tmp_path / "clone/main/train-00000-of-00001.parquet")
+    write(tmp_path / "clone/socratic/train-00000-of-00001.parquet")
+    for folder, first in {hub: "default", tmp_path / "clone": "main"}.items():
+        both = f"split 'train' is in {folder}/{first} and in {folder}/socratic: name one of these, or move the files"
+        with pytest.raises(ConfigError, match=f"^dataset_name='{folder}': {both}"):
+            load_examples(config(folder), "train", tokenizer)
 
 
 @pytest.mark.parametrize(
