@@ -218,7 +218,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"dataset_prompt_column": "prompt", "dataset_answer_column": ""},
         **{"save_steps": 500, "save_total_limit": 0, "eval_steps": 0},
     },
-    "verl": {**_OF_VERL, "num_train_epochs": 30},
+    "verl": {**_OF_VERL, "num_train_epochs": 30, "dataset_answer_column": "reward_model.ground_truth"},
     "easyr1": {**_OF_VERL, "num_train_epochs": 15, "epsilon_high": 0.3},
     "simple_grpo": {"warmup_steps": 0},
 }  # what a setting is there where a file does not name it, if it is something else here

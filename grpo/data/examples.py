@@ -20,6 +20,24 @@ GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "prompt_texts"}
 GIVEN_TO_REWARDS |= {"trainer_state", "log_extra", "log_metric"}
 
 
+def field_of(row: Mapping[str, Any], name: str) -> Any:
+    """Return a row's value by a column's name or, dotted, by the name of a field of a column that has dicts; None if
+    there is none."""
+    if name in row:
+        return row[name]
+    column, dot, field = name.partition(".")
+    return field_of(row[column], field) if dot and isinstance(row.get(column), Mapping) else None
+
+
+def dotted_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of a row's columns, and those of the fields of columns that have dicts, for `field_of`."""
+    names = []
+    for name, value in row.items():
+        fields = dotted_names(value) if isinstance(value, Mapping) else []
+        names += [name, *(f"{name}.{field}" for field in fields)]
+    return names
+
+
 def make_example(
     config: AnsweringConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -34,13 +52,15 @@ def make_example(
     has another column of that name. An answer that is a list or dict stays one there. Raises ConfigError, naming the
     row, for a value of a wrong type, or pictures without a `processor`; PictureError or PictureCountError if its
     pictures cannot be used; RewardError if an environment fails."""
-    answer, prompt = row.get(config.dataset_answer_column), _without_nulls(row[config.dataset_prompt_column])
+    answer, prompt = field_of(row, config.dataset_answer_column), field_of(row, config.dataset_prompt_column)
+    prompt = _without_nulls(prompt)
     place = f"row {index} (from 0)"
     _check_values(config, answer, prompt, place)
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
     given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
     columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
-    if config.dataset_answer_column in row and (config.dataset_answer_column == "answer" or "answer" not in row):
+    is_there = config.dataset_answer_column in row or answer is not None
+    if is_there and (config.dataset_answer_column == "answer" or "answer" not in row):
         columns["answer"] = answer if isinstance(answer, list | dict) else gold
     if column is not None and row[column.name] and processor is None:
         reason = f"{place} of {config.dataset_name} has a picture in {column.name!r}, and this model takes text alone"
@@ -79,10 +99,12 @@ def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str)
         reason = f"{place} has {str(answer)[:80]}: a gold answer is text, a number, a list or a dict"
         config.refuse("dataset_answer_column", f"{reason}: name a column of such")
     if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_message, prompt)))):
+        fields = [*prompt] if isinstance(prompt, dict) else []
+        field = f", as {config.dataset_prompt_column}.{fields[0]}" if fields else ""
         config.refuse(
             "dataset_prompt_column",
             f"{place} has {str(prompt)[:80]}: a prompt is text, or a list of messages whose content is text or a list "
-            'of parts, {"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column',
+            f'of parts, {{"type": "text", "text": ...}} or {{"type": "image"}}: mend it, or name another column{field}',
         )
 
 

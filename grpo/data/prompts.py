@@ -23,7 +23,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import PictureCountError
 from grpo.data.dataset import TRL_COLUMN, decoded, is_one_split, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
-from grpo.data.examples import GIVEN_TO_REWARDS, make_example
+from grpo.data.examples import GIVEN_TO_REWARDS, dotted_names, field_of, make_example
 from grpo.data.mixture import is_mixture, parts_of
 from grpo.data.records import Example
 from grpo.data.responder import Responder
@@ -65,8 +65,9 @@ def load_examples(
             there = trained or tested
             if is_one_split(part.config.dataset_name):  # which has no test split
                 there = part.config.dataset_train_split
-            names = load_rows(part.config, there).column_names
-            columns |= dict.fromkeys([*names, *(["answer"] if part.config.dataset_answer_column in names else [])])
+            rows = load_rows(part.config, there)
+            has_gold = part.config.dataset_answer_column in dotted_names(rows.features)
+            columns |= dict.fromkeys([*rows.column_names, *(["answer"] if has_gold else [])])
     config.check(bool(examples), dataset_name=f"no dataset has a split to take as {split!r}: name one as test_split")
     return [
         replace(example, index=index, columns={**columns, "source": example.source, **example.columns})
@@ -90,7 +91,7 @@ def _load_dataset(
         index, row = numbered
         example = None
         try:
-            if row[config.dataset_prompt_column] not in (None, []):
+            if field_of(row, config.dataset_prompt_column) not in (None, []):
                 row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
                 example = make(config, index=index, row=row, column=column)
         except PictureError as error:
@@ -131,9 +132,9 @@ def _load_dataset(
 
 def _open_rows(config: AnsweringConfig, rows, split: str, limit: int):
     """Return a split's rows, whether they have gold answers, their prompts' pictures, and their other pictures."""
-    has_gold = _check_columns(config, rows.column_names)
+    has_gold = _check_columns(config, rows)
     if not has_gold:
-        log.info("%s: no column with gold answers: it has %s", split, ", ".join(rows.column_names))
+        log.info("%s: no column with gold answers: it has %s", split, ", ".join(dotted_names(rows.features)))
     name = find_column(config, rows.column_names)
     column = None if name is None else PictureColumn(name, config.dataset_name)
     others = [PictureColumn(other, config.dataset_name) for other in decoded_columns(rows) if other != name]
@@ -167,14 +168,15 @@ def check_reward_columns(
     `rewards` (load_reward_funcs) asks for them."""
     # Training and held-out data may differ: those of an example without an answer come first.
     columns = min((example.columns for example in examples), key=lambda columns: "answer" in columns)
+    reason = f"it asks for gold answers, and {config.dataset_name} has the columns {', '.join(dotted_names(columns))}"
+    remedy = "name the one that holds them as dataset_answer_column, or leave this function out"
     for name, reward in rewards.items():
-        require(
-            "answer" in columns or not _asks_for_gold(reward),
-            "reward_funcs",
-            name,
-            f"it asks for gold answers, and {config.dataset_name} has the columns {', '.join(columns)}: name "
-            "the one that holds them as dataset_answer_column, or leave this function out",
-        )
+        asks = _asks_for_gold(reward)
+        require("answer" in columns or not asks, "reward_funcs", name, f"{reason}: {remedy}")
+        gold, is_ours = field_of(columns, config.dataset_answer_column), getattr(reward, "__module__", "") == "reward"
+        if asks and is_ours and isinstance(gold, dict):  # the user's functions may read dicts
+            fields = [f"{config.dataset_answer_column}.{field}" for field in dotted_names(gold)]
+            config.refuse("dataset_answer_column", f"{name} reads text, and this is a dict: name {' or '.join(fields)}")
     taken = ", ".join(sorted(GIVEN_TO_REWARDS & examples[0].columns.keys()))
     reason = f"reward functions are given something else as {taken}, the name of a column: rename it"
     require(not taken, "dataset_name", config.dataset_name, reason)
@@ -188,7 +190,7 @@ def order_of(config: TrainerConfig, examples: Sequence[Example]) -> np.ndarray |
     if config.dataset_order == "as_is":
         return np.arange(len(examples))
     name = config.dataset_order.removeprefix("column:")
-    values = [example.columns.get(name) for example in examples]
+    values = [field_of(example.columns, name) for example in examples]
     for value in values:
         is_number = isinstance(value, Real) and not math.isnan(value)
         config.check(is_number, dataset_order=f"that column of {config.dataset_name} has {value!r:.40}: use numbers")
@@ -304,12 +306,21 @@ def _asks_for_gold(reward: Callable | str) -> bool:
     return answer is not None and answer.default is answer.empty
 
 
-def _check_columns(config: AnsweringConfig, names: list[str]) -> bool:
-    """Tell whether there are gold answers. Raises ConfigError if a named column is missing."""
-    prompt, answer = config.dataset_prompt_column, config.dataset_answer_column
+def _check_columns(config: AnsweringConfig, rows) -> bool:
+    """Tell whether there are gold answers. Raises ConfigError if a named column, or a dotted field, is missing."""
+    prompt, answer, names = config.dataset_prompt_column, config.dataset_answer_column, dotted_names(rows.features)
+
+    def is_there(name: str) -> bool:
+        # Where dicts have other fields in each row, the features name none.
+        column = name.partition(".")[0]
+        return name in names or (
+            column in names and any(field_of(row, name) is not None for row in rows.select_columns(column))
+        )
+
     reason = f"{config.dataset_name} has the columns {', '.join(names)}: name one of them"
-    config.check(prompt in names, dataset_prompt_column=reason)
-    config.check(answer in ("", DataSection.dataset_answer_column, *names), dataset_answer_column=reason)
+    config.check(is_there(prompt), dataset_prompt_column=reason)
+    has_gold = bool(answer) and is_there(answer)
+    config.check(has_gold or answer in ("", DataSection.dataset_answer_column), dataset_answer_column=reason)
     reason = "it is dataset_prompt_column too: name the column with the gold answers, or '' if no reward needs them"
     config.check(answer != prompt, dataset_answer_column=reason)
-    return answer in names
+    return has_gold

@@ -22,8 +22,12 @@ from grpo.data.adaptive import AdaptiveStream
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import gold_answer
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
+from grpo.data.records import Rollout
 from grpo.evaluate import _split
+from grpo.rewards.functions import TrainerState
 from grpo.trainer.dry_run import dry_run
+from grpo.trainer.rewarding import score_rollouts
+from reward import correctness_reward
 
 ROWS = [
     {"question": "One and one?", "answer": "1+1=2\n#### 2", "level": 1},
@@ -135,6 +139,64 @@ def test_other_datasets_name_their_columns(tmp_path, tokenizer):
         load_examples(config(path), "train", tokenizer, progress=False)
     with pytest.raises(ConfigError, match=r"dataset_answer_column='gold': .*name one of them"):
         load_examples(config(path, *options[:3], "gold"), "train", tokenizer, progress=False)
+
+
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{number} and one?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+        "extra_info": {"split": "train", "index": number, "answer": f"It is {number + 1}"},
+    }
+    for number in range(3)
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_dotted_name_is_a_field_of_a_column(tmp_path, tokenizer, name):
+    """As in verl's rows. The columns stay dicts, which reward functions are given by name."""
+    path = write(tmp_path / name, VERL)
+    asked = config(path, "--dataset_answer_column", "reward_model.ground_truth")
+    examples = load_examples(asked, "train", tokenizer, progress=False)
+    assert [example.columns for example in examples] == [{**row, "answer": f"{i + 1}"} for i, row in enumerate(VERL)]
+    assert [example.gold for example in examples] == ["1", "2", "3"]
+
+    def by_fields(completions, extra_info, reward_model, answer, **kwargs):
+        pairs = zip(extra_info, reward_model, answer, strict=True)
+        return [info["index"] + (model["ground_truth"] == gold) for info, model, gold in pairs]
+
+    answers = [Rollout([1], True, "", [], 0)] * 3
+    assert score_rollouts({"f": by_fields}, examples, answers, TrainerState()).tolist() == [[1, 2, 3]]
+    order = order_of(config(path, "--dataset_order", "column:extra_info.index"), examples[::-1])
+    assert order.tolist() == [2, 1, 0]
+    nested = config(path, "--dataset_prompt_column=extra_info.answer", "--dataset_answer_column=extra_info.index")
+    first, *_ = load_examples(nested, "train", tokenizer, progress=False)
+    assert "user\nIt is 1<" in first.prompt and first.gold == "0"
+
+
+def test_a_missing_field_or_a_gold_answer_of_several_is_a_sentence_with_the_fields(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", VERL)
+    fields = r"prompt, ability, reward_model, reward_model\.style, reward_model\.ground_truth, extra_info, .*: name "
+    with pytest.raises(ConfigError, match=f"dataset_answer_column='reward_model.gold': .* the columns .*{fields}"):
+        load_examples(config(path, "--dataset_answer_column", "reward_model.gold"), "train", tokenizer)
+    plain = load_examples(config(path), "train", tokenizer)
+    with pytest.raises(ConfigError, match=f"reward_funcs='asks': it asks for gold answers.*{fields}"):
+        check_reward_columns(config(path), plain, {"asks": lambda completions, answer, **_: []})
+    whole = config(path, "--dataset_answer_column", "reward_model")
+    examples = load_examples(whole, "train", tokenizer)
+    check_reward_columns(whole, examples, {"mine": lambda completions, answer, **_: []})
+    reason = "correctness_reward reads text, and this is a dict: name reward_model.style or reward_model.ground_truth"
+    with pytest.raises(ConfigError, match=f"^dataset_answer_column='reward_model': {reason}$"):
+        check_reward_columns(whole, examples, {"correctness_reward": correctness_reward})
+
+
+def test_dicts_of_other_fields_in_each_row_and_columns_with_dots_are_found(tmp_path, tokenizer):
+    rows = [{"question": "x?", "info": {"a": 1}, "a.b": "1"}, {"question": "y?", "info": {"b": [2]}, "a.b": "2"}]
+    for name, golds in {"info.b": ["[2]"], "a.b": ["1", "2"]}.items():
+        asked = config(write(tmp_path / "rows.jsonl", rows), "--dataset_answer_column", name)
+        examples = load_examples(asked, "train", tokenizer, progress=False)
+        assert [example.gold for example in examples] == golds
 
 
 def test_prompts_alone_are_for_rewards_that_ask_for_no_gold_answer(tmp_path, tokenizer):
@@ -270,7 +332,9 @@ PICTURE = {"type": "image", "image": "a.png"}
 )
 def test_a_prompt_of_another_type_is_refused_with_its_row(tmp_path, tokenizer, prompt):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], {"question": prompt, "answer": "1"}])
-    with pytest.raises(ConfigError, match=r"dataset_prompt_column='question': row 1 \(from 0\) has .*: a prompt is"):
+    way = ", as question.role" if isinstance(prompt, dict) else ""
+    reason = rf"dataset_prompt_column='question': row 1 \(from 0\) has .*: a prompt is .*, or name another column{way}$"
+    with pytest.raises(ConfigError, match=reason):
         load_examples(config(path), "train", tokenizer, progress=False)
 
 

@@ -100,6 +100,7 @@ TRANSLATED = {
             **{"prompts_per_step": 256, "steps_per_generation": 4, "epsilon": 0.2, "epsilon_high": 0.28},
             **{"scale_rewards": "none", "loss_type": "dr_grpo", "model_name_or_path": "Qwen/Qwen3-8B"},
             **{"num_train_epochs": 15, "delta": 3.0, "lora_alpha": 16, "warmup_steps": 0},
+            **{"dataset_answer_column": "reward_model.ground_truth"},
         },
         ["trainer.logger\n", "trainer.save_freq (only the script knows ${NO_SUCH_VARIABLE}: write its value)"],
     ),
