@@ -126,17 +126,27 @@ def tokenize_prompt(
 ) -> list[int] | PicturedPrompt:
     """Return the ids of the text that `render_prompt` returned; with pictures, which the model's processor expands.
     Raises PictureCountError if the text itself has the model's placeholder, PictureError for an unusable picture."""
-    # A chat template has written every special token already.
-    add_special_tokens = tokenizer.chat_template is None
     if processor is not None:
         if (count := prompt.count(mark := processor.placeholder)) != len(pictures):
             raise PictureCountError(f"places for pictures ({mark}): {count}, pictures: {len(pictures)}")
         piece = tokenizer.convert_ids_to_tokens(processor.token_id)
         if piece != mark and piece in prompt:
             raise PictureCountError(f"places for pieces of pictures are in the text itself: {piece}")
+    # A chat template has written every special token already.
+    is_plain = tokenizer.chat_template is None
     if pictures:
-        return processor.encode(prompt, pictures, add_special_tokens)
-    return tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+        return processor.encode(prompt, pictures, is_plain and not _begins_with_bos(tokenizer, prompt))
+    return tokenize_text(tokenizer, prompt) if is_plain else tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
+def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text that no template has written, with the special tokens that the tokenizer adds, but no
+    second one where the text begins with the token of a beginning."""
+    return tokenizer(text, add_special_tokens=not _begins_with_bos(tokenizer, text))["input_ids"]
+
+
+def _begins_with_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
 
 
 def with_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> PreTrainedTokenizerBase:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.sampling_settings import AnsweringConfig
+from grpo.config.sampling_settings import AnsweringConfig, AnswerSection
 from grpo.data import chat_template as chat
 from grpo.data.dataset_pictures import PictureColumn, check_prompt
 from grpo.data.records import Example
@@ -79,8 +79,10 @@ def make_example(
     if config.prompt_format == "raw" and isinstance(prompt, str):
         remedy = "pictures and tools have their place in a chat: use chat"
         config.check(not pictures and not tools, prompt_format=remedy)
+        remedy = "prompt_format raw continues a text without it: leave it out, or use chat"
+        config.check(system_prompt in ("", AnswerSection.system_prompt), system_prompt=remedy)
         rendered, system_prompt = prompt, ""
-        prompt_ids = tokenizer(prompt)["input_ids"]
+        prompt_ids = chat.tokenize_text(tokenizer, prompt)
     else:
         settings = system_prompt, config.chat_template_kwargs
         rendered = chat.render_prompt(tokenizer, prompt, *settings, place, count, tools)

@@ -13,6 +13,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from recorded import write_rows
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -61,14 +63,38 @@ def test_a_raw_prompt_is_continued_as_it_is_and_a_chat_never_is(tmp_path, tokeni
     rows = [{"question": "Once upon"}, {"question": [{"role": "user", "content": "Tell me"}]}]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(rows[0]) + "\n")
-    (raw,) = load_examples(config(path, "--prompt_format", "raw", "--system_prompt", "Be brief."), "train", tokenizer)
+    (raw,) = load_examples(config(path, "--prompt_format", "raw"), "train", tokenizer)
     assert raw.prompt == "Once upon" and raw.prompt_ids == tokenizer("Once upon")["input_ids"]
-    assert raw.messages == [{"role": "user", "content": "Once upon"}] and "Be brief." not in caplog.text
+    assert raw.messages == [{"role": "user", "content": "Once upon"}]
+    unset = parse_arguments(TrainerConfig, "", ["--dataset_name", str(path), "--prompt_format", "raw"])
+    assert load_examples(unset, "train", tokenizer) == [raw]  # the default is no wish of the user's
+    given = config(path, "--prompt_format", "raw", "--system_prompt", "Be brief.")
+    with pytest.raises(
+        ConfigError, match=r"^system_prompt='Be brief\.': prompt_format raw continues a text without it"
+    ):
+        load_examples(given, "train", tokenizer)
     path.write_text(json.dumps(rows[1]) + "\n")
     with caplog.at_level("INFO"):
         (chat,) = load_examples(config(path, "--prompt_format=raw", "--system_prompt=Be brief."), "train", tokenizer)
     assert chat.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTell me<|im_end|>")
     assert "the system prompt 'Be brief....' stands before 1 prompts: --system_prompt '' leaves it out" in caplog.text
+
+
+@pytest.mark.parametrize("template", [None, "{{ bos_token }}{{ messages[0].content }}"])
+def test_a_prompt_begins_with_one_token_of_a_beginning(tmp_path, model_folder, template):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.bos_token, tokenizer.chat_template = "<|im_start|>", template
+    first = tokenizer.bos_token_id
+    adding = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)])
+    tokenizer.backend_tokenizer.post_processor = adding
+    rest = tokenizer("Once upon", add_special_tokens=False)["input_ids"]
+    rows = [{"question": f"{begin}Once upon"} for begin in ("", "<|im_start|>", "<|im_start|><|im_start|>")]
+    path = write(tmp_path / "rows.jsonl", rows)
+    examples = load_examples(config(path, "--prompt_format", "raw"), "train", tokenizer)
+    assert [each.prompt_ids for each in examples] == [[first, *rest], [first, *rest], [first, first, *rest]]
+    if template is None:
+        examples = load_examples(config(path), "train", tokenizer)
+        assert [each.prompt_ids.count(first) for each in examples] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "folder/train.csv"])
