@@ -1,6 +1,7 @@
 """Makes an example with a tokenised prompt from a dataset's row."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, time
 from typing import Any
@@ -18,6 +19,12 @@ from grpo.wire.picture_files import EncodedPicture
 # The arguments of a reward function beside the columns, in this program or in TRL.
 GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "prompt_texts"}
 GIVEN_TO_REWARDS |= {"trainer_state", "log_extra", "log_metric"}
+
+_MESSAGES_AS_TEXT = re.compile(r"""['"](?:role|from)['"]: ?['"](?:system|user|human|assistant|gpt)['"]""")
+_TEMPLATES_BEGIN = re.compile(
+    r"<[|｜](?:im_start|begin_of_text|start_header_id|begin▁of▁sentence|system|user|User)[|｜]>"
+    r"|(?:<bos>)?<start_of_turn>|(?:<s>)? ?\[INST\]"
+)  # ChatML, Llama, DeepSeek, Phi, Gemma, Mistral
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
@@ -108,6 +115,37 @@ def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str)
             f"{place} has {str(prompt)[:80]}: a prompt is text, or a list of messages whose content is text or a list "
             f'of parts, {{"type": "text", "text": ...}} or {{"type": "image"}}: mend it, or name another column{field}',
         )
+
+
+def doubt_prompts(config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> str:
+    """Return what the first prompts surely should not be, with the remedy; "" if they seem right."""
+    first, some = examples[0], examples[:8]
+    text = "\n".join(message["content"] for message in first.messages if message["role"] == "user").strip()
+    if first.conversation is None and text.startswith(("[", "{")) and _MESSAGES_AS_TEXT.search(text):
+        return "the first prompt is the text of a list of messages, which is asked as it stands: store the list itself"
+    is_rendered = tokenizer.chat_template is not None and (config.prompt_format == "chat" or first.conversation)
+    if is_rendered and (mark := _mark_of_template(tokenizer, text, first.prompt)):
+        remedy = "store the question alone, or use prompt_format raw"
+        return f"the first prompt has {mark}, and the chat template writes the marks of a chat itself: {remedy}"
+    if all(example.messages[-1]["role"] == "assistant" for example in some):
+        ends = [example.messages[-1]["content"] for example in some]
+        golds = [rf"(?<!\w){re.escape(example.gold)}(?!\w)" for example in some]
+        # The begin of an answer, the same in each prompt, is meant.
+        has_golds = all(re.search(gold, end) for gold, end in zip(golds, ends, strict=True))
+        if has_golds if first.gold else len({*ends}) == len(ends) > 1:
+            return "the prompts end with the assistant's answer, which the model continues: leave that message out"
+    return ""
+
+
+def _mark_of_template(tokenizer: PreTrainedTokenizerBase, text: str, rendered: str) -> str:
+    """Return a token in the user's text that the chat template writes too, or the begin of another template's."""
+    added = tokenizer.added_tokens_decoder.values()
+    tokens = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    for token in sorted(tokens):
+        is_written = rendered.count(token) > text.count(token) > 0
+        if is_written and (len(token) > len("</s>") or text.startswith(token)):  # HTML has <s>, too
+            return token
+    return found[0] if (found := _TEMPLATES_BEGIN.match(text)) else ""
 
 
 def gold_answer(answer: Any) -> str:

@@ -23,7 +23,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import PictureCountError
 from grpo.data.dataset import TRL_COLUMN, decoded, is_one_split, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
-from grpo.data.examples import GIVEN_TO_REWARDS, dotted_names, field_of, make_example
+from grpo.data.examples import GIVEN_TO_REWARDS, dotted_names, doubt_prompts, field_of, make_example
 from grpo.data.mixture import is_mixture, parts_of
 from grpo.data.records import Example
 from grpo.data.responder import Responder
@@ -51,14 +51,21 @@ def load_examples(
     with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be loaded, lacks a column
     or keeps no example, and what make_example raises."""
     make = partial(make_example, tokenizer=tokenizer, processor=processor, turns=turns)
+
+    def load(config: AnsweringConfig, split: str) -> list[Example]:
+        examples = _load_dataset(config, split, limit, progress, make)
+        if doubt := doubt_prompts(config, tokenizer, examples):
+            log.warning("%s: %s", split, doubt)
+        return examples
+
     if not is_mixture(config):
-        return _load_dataset(config, split, limit, progress, make)
+        return load(config, split)
     examples: list[Example] = []
     columns = {"source": None}
     for part in parts_of(config):
         trained, tested = part.weight != 0 and part.config.dataset_train_split, part.config.dataset_test_split
         if name := trained if split == config.dataset_train_split else tested:
-            loaded = _load_dataset(part.config, name, limit, progress, make)
+            loaded = load(part.config, name)
             examples += [replace(example, source=part.label) for example in loaded]
             columns |= dict.fromkeys(loaded[0].columns)
         elif trained or tested:  # a reward function of the run asks for its columns too

@@ -620,6 +620,49 @@ def test_a_last_message_of_the_assistant_is_continued(tokenizer, beginning):
     assert rendered == data_utils.apply_chat_template({"prompt": messages}, tokenizer)["prompt"]
 
 
+def turns(*texts: str) -> list[dict]:
+    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, texts, strict=False)]
+
+
+RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
+TEMPLATES = (
+    "and the chat template writes the marks of a chat itself: store the question alone, or use prompt_format raw"
+)
+
+
+@pytest.mark.parametrize(
+    "prompts, options, warning",
+    [
+        ([RENDERED], [], f"the first prompt has <|im_end|>, {TEMPLATES}"),
+        ([turns(RENDERED)], [], f"the first prompt has <|im_end|>, {TEMPLATES}"),
+        (["<|begin_of_text|><|start_header_id|>user"], [], f"the first prompt has <|begin_of_text|>, {TEMPLATES}"),
+        ([" <s>[INST] One? [/INST]"], ["--prompt_format=chat"], f"the first prompt has <s>[INST], {TEMPLATES}"),
+        ([RENDERED], ["--prompt_format=raw"], None),
+        (["What does HTML's <s>one</s> mean, and |x|, <|x|> and <think>?"], [], None),
+        (
+            [json.dumps(turns("One?"))],
+            [],
+            "the first prompt is the text of a list of messages, which is asked as it st",
+        ),
+        ([str(turns("One?"))], ["--prompt_format=raw"], "the first prompt is the text of a list of messages, which"),
+        (['[{"from": "human", "value": "One?"}]'], [], "the first prompt is the text of a list of messages, which is"),
+        (['[1, 2]: whose role is "system"?'], [], None),
+        ([turns("One?", "It is 1."), turns("Two?", "It is 2.")], [], "the prompts end with the assistant's answer, wh"),
+        ([turns("One?", "It is 1."), turns("Two?", "It is")], [], None),
+        ([turns("One?", "Step 1:"), turns("Two?", "Step 1:")], [], None),
+        ([turns("One?", "It is 1."), turns("Two?", "2", "Sure?")], [], None),
+        ([turns("One?", "A."), turns("Two?", "B.")], ["--dataset_answer_column="], "the prompts end with the assistan"),
+        ([turns("One?", "Well,"), turns("Two?", "Well,")], ["--dataset_answer_column="], None),
+        (["One?", "Two?"], [], None),
+    ],
+)
+def test_prompts_that_surely_are_not_meant_are_warned_of_once(tmp_path, tokenizer, caplog, prompts, options, warning):
+    rows = [{"question": prompt, "answer": str(number)} for number, prompt in enumerate(prompts, 1)]
+    load_examples(config(write(tmp_path / "rows.jsonl", rows), *options), "train", tokenizer, progress=False)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (warning is not None) and all(text.startswith(f"train: {warning}") for text in warnings)
+
+
 def test_the_template_reads_chat_template_kwargs(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path / "rows.jsonl")
     template = "{{ messages[-1].content }}{{ '' if enable_thinking is defined and not enable_thinking else '<think>' }}"
