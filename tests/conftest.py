@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,8 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_OFFLINE": "1",
+    # A launcher that a test kills leaves a folder, which goes with this one.
+    "TMPDIR": f"{tempfile.gettempdir()}/grpo-tests-{os.getpid()}",
 }
 
 
@@ -133,8 +136,10 @@ def few(request) -> Few:
 def forks(tmp_path_factory) -> Iterator[None]:
     """Programs are forks of one process that has imported what is heavy, unless a test is marked plain_start."""
     forkserver.use(ENVIRONMENT, tmp_path_factory.mktemp("forks"))
+    Path(ENVIRONMENT["TMPDIR"]).mkdir()
     yield
     forkserver.end()
+    shutil.rmtree(ENVIRONMENT["TMPDIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
