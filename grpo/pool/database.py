@@ -103,15 +103,16 @@ class Database(ABC):
                 raise self._fail(damaged(self.setting, "its checksum differs", name.format(*row)))
         return [row[:-1] for row in rows]
 
-    def store(self, table: str, *values: Any) -> None:
-        """Store a row with its checksum; it replaces the row of the same key."""
-        self.replace(table, *values, checksum(values))
+    def store(self, table: str, **row: Any) -> None:
+        """Store a row, all its columns in their order, with its checksum; it replaces the row of the same key."""
+        self.replace(table, **row, checksum=checksum(row.values()))
 
-    def replace(self, table: str, *values: Any) -> None:
+    def replace(self, table: str, **row: Any) -> None:
         """Store a row, inside a transaction; it replaces the row of the same key."""
         keys = _KEYS[table]
-        self.sql(f"DELETE FROM {table} WHERE {' AND '.join(f'{key} = ?' for key in keys)}", *values[: len(keys)])
-        self.sql(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", *values)
+        is_same = " AND ".join(f"{key} = ?" for key in keys)
+        self.sql(f"DELETE FROM {table} WHERE {is_same}", *(row[key] for key in keys))
+        self.sql(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
 
     @contextmanager
     def transaction(self, kind: str = ALONE) -> Iterator[None]:

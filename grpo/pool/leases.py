@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from grpo.pool.database import LEASES, Database
 from grpo.pool.protocol import Lease
@@ -26,7 +27,7 @@ STATES = "drawing", "waiting", "silent", "apart"
 _MOST_WORKERS = 1024
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WorkerState:
     """The pool's record of a worker. Times are those of Database.now."""
 
@@ -48,13 +49,21 @@ class WorkerState:
         """Read a row of the table workers."""
         name, seen, _, is_suspended, state = row
         state = json.loads(state)
-        return cls(name, Lease(**state.pop("lease")), seen, bool(is_suspended), holds, **state)
+        lease = Lease(**state.pop("lease"))
+        return cls(name=name, lease=lease, seen=seen, is_suspended=bool(is_suspended), holds=holds, **state)
 
-    def to_row(self) -> tuple:
+    def to_row(self) -> dict[str, Any]:
+        """Return the values of a row of the table workers, by column."""
         state = asdict(self)
         for column in ("name", "seen", "is_suspended", "holds"):
             del state[column]
-        return self.name, self.seen, self.lease.room, int(self.is_suspended), json.dumps(state)
+        return {
+            "name": self.name,
+            "seen": self.seen,
+            "room": self.lease.room,
+            "is_suspended": int(self.is_suspended),
+            "state": json.dumps(state),
+        }
 
     def state(self, now: float) -> str:
         """Return one of STATES."""
@@ -106,7 +115,7 @@ class Leases:
     def find(self, name: str) -> WorkerState | None:
         return next(iter(self._read("WHERE name = ?", name)), None)
 
-    def uploaded(self, name: str, keys: Iterable[Key], groups: int, tokens: int) -> None:
+    def uploaded(self, name: str, keys: Iterable[Key], *, groups: int, tokens: int) -> None:
         """Note an upload of these tasks; the pool accepted so many groups with so many tokens."""
         with self._changing():
             for key in keys:
@@ -168,14 +177,14 @@ class Leases:
             if self._database.row("SELECT count(*) FROM workers")[0] >= _MOST_WORKERS:
                 oldest = "SELECT name FROM workers ORDER BY seen LIMIT 1"
                 self._database.sql(f"DELETE FROM workers WHERE name IN ({oldest})")
-            worker = WorkerState(name, Lease(name, 0, [], 0.0), 0.0)
+            worker = WorkerState(name=name, lease=Lease(worker=name, room=0, holds=[], wait=0.0), seen=0.0)
         worker.seen, worker.lease = self.now(), lease or worker.lease
         return worker
 
     def _keep(self, worker: WorkerState) -> WorkerState:
         """Store a worker's state, and what it holds of the tasks that no other holds."""
         self.count()
-        self._database.replace("workers", *worker.to_row())
+        self._database.replace("workers", **worker.to_row())
         before = self._holds("WHERE worker = ?", worker.name).get(worker.name, set())
         for key in before - worker.holds:
             self._database.sql("DELETE FROM leases WHERE group_id = ? AND attempt = ?", *key)

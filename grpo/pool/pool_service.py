@@ -54,7 +54,7 @@ class PoolService(Service):
     def current_info(self) -> ServerInfo:
         """Name the run where other servers name their model."""
         run = self.store.known_run()
-        return replace(self.info, model=ModelInfo(run.name)) if run else self.info
+        return replace(self.info, model=ModelInfo(name=run.name)) if run else self.info
 
     def drain(self, seconds: float) -> None:
         if self.leases.changed.acquire(timeout=seconds):  # a database that does not answer may hold it
@@ -134,7 +134,7 @@ class PoolService(Service):
         late = {key for key in wanted if key not in kept}
         answers = ["not wanted" if drawn.key in late else answer for drawn, answer in zip(groups, answers, strict=True)]
         tokens = sum(wanted[key][1].tokens for key in kept)
-        self.leases.uploaded(worker, keys, len(kept), tokens)
+        self.leases.uploaded(worker, keys, groups=len(kept), tokens=tokens)
         self.numbers.answered(answers, tokens)
         return answers
 

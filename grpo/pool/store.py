@@ -35,8 +35,6 @@ _TASK_OF_KEY = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE group_id = ? 
 _RUN = "SELECT number, info, checksum FROM run"
 _VERSIONS = "SELECT version, weights, info, checksum FROM versions"
 _TASK_NAME = "group {}, attempt {}"
-_RESULT = """UPDATE tasks SET worker = ?, tokens = ?, newest = ?, drawn = ?, checksum = ?
-    WHERE group_id = ? AND attempt = ? AND version = ? AND drawn IS NULL RETURNING group_id"""
 _ANOTHER = "start the pool with another --pool_file or --pool_url"
 
 
@@ -90,7 +88,7 @@ class Store:
             if self._has_given_folder:
                 self.files.claim(info.run, info.name)
             if known is None:
-                self.database.store("run", 1, info.to_json())
+                self.database.store("run", number=1, info=info.to_json())
 
     def add_version(self, version: Version) -> None:
         """Keep a version. Raises ProtocolError, 409, if a file is missing. If the pool has, or had, this number with
@@ -119,8 +117,12 @@ class Store:
                     self._store_task(self.find_task(key)[0])
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
                 version = replace(known, whole=True)
-            self.database.store("versions", version.version, version.sha256, version.to_json())
+            self._write_version(version, version.to_json())
         return removed
+
+    def _write_version(self, version: Version, info: bytes | None) -> None:
+        """Write a version's row. `info` is None once it is dropped."""
+        self.database.store("versions", version=version.version, weights=version.sha256, info=info)
 
     def versions(self) -> list[Version]:
         """Return all versions, the oldest first."""
@@ -144,7 +146,7 @@ class Store:
                         kept.add(number)
                 removed = [version for number, version in versions.items() if number not in kept]
                 for version in removed:
-                    self.database.store("versions", version.version, version.sha256, None)
+                    self._write_version(version, None)
             self._drop_files_of(removed)
 
     def _check_files(self, version: Version) -> None:
@@ -208,11 +210,19 @@ class Store:
         with self.database.transaction(SHARED):
             replaced = self.replaced(weights)
             for task, drawn in drawn_tasks:
-                values = worker, drawn.tokens, max(map(max, drawn.versions)), encode_drawn([drawn])
-                row = *values, checksum(_values(task, *values)), *task.key, task.version
-                if replaced.isdisjoint(chain(*drawn.versions)) and self.database.sql(_RESULT, *row):
+                if replaced.isdisjoint(chain(*drawn.versions)) and self._store_result(task, drawn, worker):
                     kept.add(task.key)
         return kept
+
+    def _store_result(self, task: Task, drawn: GroupResult, worker: str) -> bool:
+        """Store a task's completions, unless it has some, or is gone. Return whether they are stored."""
+        newest = max(map(max, drawn.versions))
+        new = {"worker": worker, "tokens": drawn.tokens, "newest": newest, "drawn": encode_drawn([drawn])}
+        new["checksum"] = checksum((_row(task) | new).values())
+        columns = ", ".join(f"{column} = ?" for column in new)
+        undrawn = "group_id = ? AND attempt = ? AND version = ? AND drawn IS NULL"
+        statement = f"UPDATE tasks SET {columns} WHERE {undrawn} RETURNING group_id"
+        return bool(self.database.sql(statement, *new.values(), *task.key, task.version))
 
     def replaced(self, weights: Iterable[tuple[int, str]]) -> set[int]:
         """Return the versions, of these with their weights' SHA-256, that have other weights here."""
@@ -220,7 +230,7 @@ class Store:
 
     def _store_task(self, task: Task) -> None:
         """Store a task without completions."""
-        self.database.store("tasks", *_values(task, None, None, None, None))
+        self.database.store("tasks", **_row(task))
 
     def _check_pictures(self, task: Task) -> None:
         """Raise ProtocolError if a worker could not get a picture of this task."""
@@ -271,15 +281,31 @@ class Store:
 def _read_task(row: tuple) -> tuple[Task, bytes | None]:
     """Return a row's task and its completions as the file has them, None before they are drawn."""
     group, attempt, version, _, _, _, prompt, columns, pictures, drawn, *_ = row
-    task = Task(group, attempt, version, np.frombuffer(prompt, "<i4").tolist(), columns, names_of(pictures))
+    task = Task(
+        group=group,
+        attempt=attempt,
+        version=version,
+        prompt_ids=np.frombuffer(prompt, "<i4").tolist(),
+        columns=columns,
+        pictures=names_of(pictures),
+    )
     return task, drawn
 
 
-def _values(task: Task, *of_drawn: int | str | bytes | None) -> tuple:
-    """Return the columns of a row, without its checksum. `of_drawn`: worker, tokens, newest, drawn."""
-    worker, tokens, newest, drawn = of_drawn
-    prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
-    return *task.key, task.version, worker, tokens, newest, prompt, task.columns, digests_of(task), drawn
+def _row(task: Task) -> dict[str, Any]:
+    """Return the values of a row of the table tasks, by column, without completions and without its checksum."""
+    return {
+        "group_id": task.group,
+        "attempt": task.attempt,
+        "version": task.version,
+        "worker": None,
+        "tokens": None,
+        "newest": None,
+        "prompt_ids": np.asarray(task.prompt_ids, "<i4").tobytes(),
+        "columns": task.columns,
+        "pictures": digests_of(task),
+        "drawn": None,
+    }
 
 
 def _version(info: bytes) -> Version:

@@ -25,7 +25,7 @@ def held(leases: Leases) -> set[tuple[int, int]]:
 
 
 def says(name: str, *holds: tuple[int, int]) -> Lease:
-    return Lease(name, 1, [[*key] for key in holds], 0.0)
+    return Lease(worker=name, room=1, holds=[[*key] for key in holds], wait=0.0)
 
 
 def lease(leases: Leases, name: str, *keys: tuple[int, int]) -> None:
@@ -42,9 +42,9 @@ def test_a_worker_keeps_what_it_holds_when_the_pool_restarts_unless_another_has_
 def test_what_was_drawn_is_nobodys(leases):
     lease(leases, "a", (0, 0), (1, 0))
     lease(leases, "b", (2, 0))
-    leases.uploaded("b", [(0, 0)], 1, 12)  # a was slow
+    leases.uploaded("b", [(0, 0)], groups=1, tokens=12)  # a was slow
     assert held(leases) == {(1, 0), (2, 0)}
-    leases.uploaded("a", [(1, 0)], 0, 0)  # it was not wanted
+    leases.uploaded("a", [(1, 0)], groups=0, tokens=0)  # it was not wanted
     assert held(leases) == {(2, 0)}
     a, b = sorted(leases.workers(), key=lambda worker: worker.name)
     assert (a.groups, a.tokens, a.uploaded) == (0, 0, None) and (b.groups, b.tokens) == (1, 12) and b.uploaded
@@ -55,7 +55,7 @@ def test_three_refusals_in_a_row_set_a_worker_apart(leases):
     for _ in range(MOST_REFUSALS - 1):
         leases.refused("a", [(0, 0)], "a log-prob is above 0")
     assert held(leases) == {(1, 0)}
-    leases.uploaded("a", [(1, 0)], 1, 5)
+    leases.uploaded("a", [(1, 0)], groups=1, tokens=5)
     for _ in range(MOST_REFUSALS - 1):
         leases.refused("a", [], "")
     leases.grant("a", [(7, 0)])
