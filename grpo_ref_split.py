@@ -63,13 +63,13 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     ranks = join_ranks(config)
     with closing(ranks.watchdog):  # torch prints a traceback of its own if rank 0 cannot be reached any more
         on_first(ranks.rank, partial(find_run_folder, config))
-        inputs = read_inputs(config, ranks.rank, ranks.size, ranks.device)
+        inputs = read_inputs(config, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
         check_alike(describe_inputs(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
         checkpoint, folder, done = find_run(config, ranks.rank, ranks.size)
         if config.push_to_hub:
             config.hub_model_id = on_first(ranks.rank, partial(open_repo, config, folder))
         if not done:
-            run = set_up(config, ranks, inputs, folder, checkpoint, launcher)
+            run = set_up(config, ranks, inputs, folder=folder, checkpoint=checkpoint, launcher=launcher)
             with record.saved_at_the_end(run):
                 optimize(run)
             record.finish(run)
@@ -88,20 +88,27 @@ def optimize(run: Run) -> None:
         batch = run.batch_for(step, progress.beta, clock)
         # The reference's log-probs are fetched on the way, after the policy's own forward pass.
         with clock("update"):
-            beta, entropy_coef = progress.beta, applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
-            requests = run.rounds.requests
-            stats = update(run.engine, batch.samples, config, run.batcher, clock, beta, entropy_coef, requests)
+            stats = update(
+                run.engine,
+                batch.samples,
+                config,
+                run.rounds.batcher,
+                clock,
+                beta=progress.beta,
+                entropy_coef=applied_entropy_coef(progress.entropy_coef, progress.entropy, config),
+                requests=run.rounds.requests,
+            )
         if run.reference_is_due(step):
             with clock("publish_ref"), record.raised_later(lost):
                 progress.ref_step = step
                 run.publisher.publish(step, needed=run.checkpoints.references())
-        result = step_result(run, step, batch, stats, applied, clock)
+        result = step_result(run, step, batch, of_update=stats, applied=applied, clock=clock)
         progress.step, progress.evaluated = step, {}
         if run.evaluation_is_due(step):
             with record.raised_later(lost):
                 progress.evaluated = evaluated = record.evaluate_policy(run, step)
                 result.metrics.update(evaluated)
-        record.record_step(run, bar, step, batch, result, evaluated)
+        record.record_step(run, bar, step, batch, result, evaluated=evaluated)
         asked = record.call_back(run, step, batch, result)
         if asked == "save" or (config.save_steps and step % config.save_steps == 0):
             run.checkpoints.save(run.engine, progress)

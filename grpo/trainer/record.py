@@ -67,7 +67,9 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
         run.sampler.update_weights(step)
         state = TrainerState(step, config.max_steps)
         with whole_weights(run.engine):
-            metrics, completions = evaluate(run.sampler, examples, run.rewarder, ranks.rank, ranks.size, state)
+            metrics, completions = evaluate(
+                run.sampler, examples, run.rounds.rewarder, rank=ranks.rank, world_size=ranks.size, state=state
+            )
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
         recorded = sorted(greedy, key=itemgetter("problem"))[: config.log_eval_completions]
@@ -89,11 +91,11 @@ def describe_evaluation(metrics: Mapping[str, float]) -> str:
 
 
 def record_step(
-    run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepResult, evaluated: Mapping[str, float]
+    run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepResult, *, evaluated: Mapping[str, float]
 ) -> None:
     """Write the step's metrics and a group of its completions, and say what went wrong in it. `evaluated` has the
     metrics of the last evaluation, for the bar. All ranks call it together."""
-    names = run.rewarder.names
+    names = run.rounds.rewarder.names
     skipped = [] if result.applied else list(chain.from_iterable(gather(batch.to_lines(names))))
     if run.recorder is None:
         return
@@ -119,7 +121,7 @@ def call_back(run: Run, step: int, batch: StepBatch, result: StepResult) -> str 
     asks for; None without one. All ranks call this together. Raises RewardsLost if it raises, or asks for more."""
     if run.inputs.callback is None:
         return None
-    completions = list(chain.from_iterable(gather(batch.to_lines(run.rewarder.names))))
+    completions = list(chain.from_iterable(gather(batch.to_lines(run.rounds.rewarder.names))))
     asked = None
     with fail_together():
         if run.recorder is not None:
@@ -147,14 +149,18 @@ def _warn(run: Run, step: int, result: StepResult) -> None:
         log.warning(
             "step %d: %.0f %% of the calls of tools failed: their answers are in %s, and the first failure of a tool "
             "that raised is above, or in the log of a pool's worker",
-            *(step, 100 * failed, run.folder / "completions.jsonl"),
+            step,
+            100 * failed,
+            run.folder / "completions.jsonl",
         )
     run.progress.most_calls_failed = failed > 0.5
     if run.progress.flat_steps == FLAT_STEPS:
         log.warning(
             "in steps %d to %d every completion had an advantage of 0 (mean reward %.3g), so they taught nothing: see "
             "'The reward is flat' in docs/troubleshooting.md",
-            *(step - FLAT_STEPS + 1, step, result.metrics["reward"]),
+            step - FLAT_STEPS + 1,
+            step,
+            result.metrics["reward"],
         )
 
 
@@ -227,7 +233,7 @@ def finish(run: Run) -> None:
     """Save the model of a run that is done, and leave the other ranks."""
     weights = weights_to_save(run.engine.module)
     if run.recorder:
-        config, inputs, step, folder = run.config, run.inputs, run.progress.step, run.folder / "model"
+        config, inputs, folder = run.config, run.inputs, run.folder / "model"
         best, value = run.checkpoints.best() if config.load_best_model_at_end else (None, -math.inf)
         is_better = best is not None and value > run.progress.evaluated.get(inputs.best_by, -math.inf)
         if is_better and (reason := damage(best)) is not None:
@@ -237,8 +243,16 @@ def finish(run: Run) -> None:
             log.info("the run's model is that of %s, the best by %s", best.name, inputs.best_by)
             use_best(best, folder, config)
         else:
-            save_model(run.engine.module, inputs.tokenizer, folder, config, step, inputs.processor, weights)
+            save_model(
+                run.engine.module,
+                inputs.tokenizer,
+                folder,
+                config,
+                step=run.progress.step,
+                processor=inputs.processor,
+                weights=weights,
+            )
     run.ranks.watchdog.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
-    if run.client is not None:
-        run.client.close()
+    if run.rounds.client is not None:
+        run.rounds.client.close()

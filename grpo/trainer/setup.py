@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from grpo.client.reference import ReferenceClient, TaskClient, check_reference
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
+from grpo.model.lora import LocalReference
 from grpo.model.packing import Batcher
 from grpo.model.trial import share_rows
 from grpo.pool.client import PoolClient, Retrier
@@ -40,7 +42,7 @@ from grpo.wire.health import ModelInfo
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A run that is set up: all that the training loop works with."""
 
@@ -50,13 +52,10 @@ class Run:
     folder: Path
     engine: Any  # DeepSpeedEngine around the policy
     schedule: LRScheduler
-    batcher: Batcher
     sampler: Sampler | None  # the ranks' own; None if they draw nothing
     rounds: Rounds
-    client: ReferenceClient | None  # None without a reference server
     publisher: WeightPublisher | None  # None without reference updates
     pool_run: PoolRun | None  # on rank 0 of a run with a pool
-    rewarder: Rewarder
     checkpoints: Checkpoints
     progress: Progress
     recorder: Recorder | None  # on rank 0 only
@@ -66,7 +65,7 @@ class Run:
         """Return this rank's batch of a step; the first step of a round draws the round. All ranks call it together."""
         progress, (number, within) = self.progress, divmod(step - 1, self.config.updates_per_round)
         if progress.round != number:
-            progress.batches, progress.resampled = self.rounds.collect(number, step - 1, beta, clock)
+            progress.batches, progress.resampled = self.rounds.collect(number, updates=step - 1, beta=beta, clock=clock)
             progress.round, progress.signals = number, self.inputs.stream.signals
         return progress.batches[within % self.config.steps_per_generation]
 
@@ -80,81 +79,149 @@ class Run:
 
 
 def set_up(
-    config: TrainerConfig, ranks: Ranks, inputs: Inputs, folder: Path, checkpoint: Path | None, launcher: Launcher
+    config: TrainerConfig, ranks: Ranks, inputs: Inputs, *, folder: Path, checkpoint: Path | None, launcher: Launcher
 ) -> Run:
     """Reach the servers, load the policy, start its engine, and continue from a checkpoint. Raises ConfigError."""
-    rank, world_size, device, _ = ranks
-    description = _describe_run(config, inputs, world_size, checkpoint)
+    description = _describe_run(config, inputs, ranks.size, checkpoint)
     any_version = config.ref_update_steps > 0 and (checkpoint is not None or has_begun(folder))
     client, reference = _reach_reference(config, folder, any_version)
     pool = connect(config) if config.pool else None
-    started, _ = start_rewards(inputs.reward_funcs, config, device, folder.name)
-    rewarder = Rewarder(inputs.rewards, started, config)
+    started, _ = start_rewards(inputs.reward_funcs, config, ranks.device, folder.name)
+    stopping = _stopped_together([client, *started.values()])
 
-    model, policy_info = load_policy(config, inputs, device)
+    model, policy_info = load_policy(config, inputs, ranks.device)
     if client is not None:
-        check_reference(config, policy_info, reference, any_version, bool(inputs.pictured))
-    local_reference = make_trainable(model, config)
-    if inputs.zero_stage == 3 and local_reference is not None and local_reference.copies:
-        config.refuse("ref", "the adapter has weights to begin with, of which stage 3 keeps no copy: use server")
-    if begins_whole := inputs.begins_whole(config):
-        batcher, sampler = choose_sampler(config, inputs, model)
-    publisher = _publisher(config, client, model, inputs, policy_info, folder if rank == 0 else None)
-    space = on_first(rank, partial(check_space, config, folder, model))
-    log.info("starting DeepSpeed on %d x %s; %s", world_size, device, space)
-    engine, schedule = start_engine(config, inputs.ds_config, model, is_new=checkpoint is None)
-    if not begins_whole:
-        with torch.no_grad():  # DeepSpeed's hooks refuse the gradients of some weights: log-probs alone are tried
-            batcher, sampler = choose_sampler(config, inputs, model)
+        check_reference(config, policy_info, reference, any_version=any_version, has_pictures=bool(inputs.pictured))
+    local_reference = _make_trainable(config, inputs, model)
+    engine, schedule, batcher, sampler = _start_engine(config, inputs, ranks, folder, model, is_new=checkpoint is None)
 
-    on_first(rank, partial(make_run_folder, config, folder))
-    first_reference = reference.fingerprint if reference is not None else ""
+    on_first(ranks.rank, partial(make_run_folder, config, folder))
     checkpoints = Checkpoints(
-        *(config, folder, inputs.tokenizer, description, policy_info.fingerprint, first_reference, rank),
+        config=config,
+        folder=folder,
+        tokenizer=inputs.tokenizer,
+        description=description,
+        model=policy_info.fingerprint,
+        reference=reference.fingerprint if reference is not None else "",
+        rank=ranks.rank,
         best_by=inputs.best_by,
         processor=inputs.processor,
     )
-    drawing, pool_run, stop_waiting = sampler, None, threading.Event()
-    for asked in [each for each in (client, *started.values()) if isinstance(each, TaskClient)]:  # reward servers too
-        asked.balancer.stopping = stop_waiting
-    if config.sampler == "pool":
-        drawing = _let_workers_draw(config, inputs, ranks, pool, engine.module, batcher, checkpoints, stop_waiting)
-        pool_run = drawing.run
-    weights_to_draw = nullcontext if config.sampler == "pool" else partial(whole_weights, engine)
-    batcher = share_rows(batcher, engine.module, config.sequence_parallel_size)
-    parts = drawing, batcher, inputs.stream, rewarder, client, local_reference
-    rounds = Rounds(config, engine.module, *parts, weights_to_draw)
-    progress = Progress(config.beta, config.entropy_coef, reference=first_reference)
-    if checkpoint is not None:
-        progress = checkpoints.load(checkpoint, engine)
-        inputs.stream.signals = progress.signals
-    if publisher and checkpoint is not None:
-        publisher.resume(progress.ref_step, progress.reference)
-    elif publisher:
-        publisher.begin(reference)
-    rounds.ask_again(progress.batches)
-    stop = StopSignals(launcher, stop_waiting, folder)
-    recorder = _start_record(config, ranks, inputs, folder, progress, is_resumed=checkpoint is not None)
-    parts = engine, schedule, batcher, sampler, rounds, client, publisher, pool_run
-    return Run(config, ranks, inputs, folder, *parts, rewarder, checkpoints, progress, recorder, stop)
+    workers = _pool_sampler(inputs, ranks, checkpoints, pool, model=engine.module, batcher=batcher, stopping=stopping)
+    rounds = Rounds(
+        config=config,
+        model=engine.module,
+        sampler=sampler if workers is None else workers,
+        batcher=share_rows(batcher, engine.module, config.sequence_parallel_size),
+        stream=inputs.stream,
+        rewarder=Rewarder(inputs.rewards, started, config),
+        client=client,
+        reference=local_reference,
+        weights_to_draw=partial(whole_weights, engine) if workers is None else nullcontext,
+    )
+    publisher = _publisher(config, inputs, ranks, client=client, model=model, policy=policy_info, folder=folder)
+    progress = _begin(checkpoints, checkpoint, engine=engine, rounds=rounds, publisher=publisher, reference=reference)
+    return Run(
+        config=config,
+        ranks=ranks,
+        inputs=inputs,
+        folder=folder,
+        engine=engine,
+        schedule=schedule,
+        sampler=sampler,
+        rounds=rounds,
+        publisher=publisher,
+        pool_run=None if workers is None else workers.run,
+        checkpoints=checkpoints,
+        progress=progress,
+        stop=StopSignals(launcher, stopping, folder),
+        recorder=_start_record(config, ranks, inputs, folder, progress, is_resumed=checkpoint is not None),
+    )
+
+
+def _stopped_together(clients: Iterable[Any]) -> threading.Event:
+    """Return the event that says that the run is asked to stop, which those that are clients of servers look at."""
+    stopping = threading.Event()
+    for client in clients:
+        if isinstance(client, TaskClient):
+            client.balancer.stopping = stopping
+    return stopping
+
+
+def _make_trainable(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> LocalReference | None:
+    reference = make_trainable(model, config)
+    if inputs.zero_stage == 3 and reference is not None and reference.copies:
+        config.refuse("ref", "the adapter has weights to begin with, of which stage 3 keeps no copy: use server")
+    return reference
+
+
+def _start_engine(
+    config: TrainerConfig, inputs: Inputs, ranks: Ranks, folder: Path, model: PreTrainedModel, is_new: bool
+) -> tuple[Any, LRScheduler, Batcher, Sampler | None]:
+    """Start DeepSpeed's engine. Choose the batches and the sampler before it, if each rank has the whole model then."""
+    begins_whole = inputs.begins_whole(config)
+    if begins_whole:
+        batcher, sampler = choose_sampler(config, inputs, model)
+    space = on_first(ranks.rank, partial(check_space, config, folder, model))
+    log.info("starting DeepSpeed on %d x %s; %s", ranks.size, ranks.device, space)
+    engine, schedule = start_engine(config, inputs.ds_config, model, is_new=is_new)
+    if not begins_whole:
+        with torch.no_grad():  # DeepSpeed's hooks refuse the gradients of some weights: log-probs alone are tried
+            batcher, sampler = choose_sampler(config, inputs, model)
+    return engine, schedule, batcher, sampler
 
 
 def _publisher(
     config: TrainerConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    *,
     client: ReferenceClient | None,
     model: PreTrainedModel,
-    inputs: Inputs,
-    policy_info: ModelInfo,
-    folder: Path | None,
+    policy: ModelInfo,
+    folder: Path,
 ) -> WeightPublisher | None:
     if not config.ref_update_steps:
         return None
-    return WeightPublisher(config, client, model, inputs.tokenizer, policy_info, folder, inputs.processor)
+    return WeightPublisher(
+        config=config,
+        client=client,
+        model=model,
+        tokenizer=inputs.tokenizer,
+        policy=policy,
+        folder=folder if ranks.rank == 0 else None,
+        processor=inputs.processor,
+    )
+
+
+def _begin(
+    checkpoints: Checkpoints,
+    checkpoint: Path | None,
+    *,
+    engine: Any,
+    rounds: Rounds,
+    publisher: WeightPublisher | None,
+    reference: ModelInfo | None,
+) -> Progress:
+    """Return the progress of a run that begins, or of the checkpoint, which is loaded. Put the reference in force that
+    belongs to it; `reference` is the one that the servers have."""
+    config = checkpoints.config
+    if checkpoint is None:
+        progress = Progress(beta=config.beta, entropy_coef=config.entropy_coef, reference=checkpoints.reference)
+        if publisher is not None:
+            publisher.begin(reference)
+    else:
+        progress = checkpoints.load(checkpoint, engine)
+        rounds.stream.signals = progress.signals
+        if publisher is not None:
+            publisher.resume(progress.ref_step, progress.reference)
+    rounds.ask_again(progress.batches)
+    return progress
 
 
 def _describe_run(config: TrainerConfig, inputs: Inputs, world_size: int, checkpoint: Path | None) -> RunDescription:
     """Describe the run. Compare a checkpoint with it, and let DeepSpeed load one of another number of ranks."""
-    description = RunDescription(config, inputs.examples, world_size, inputs.zero_stage)
+    description = RunDescription(config, inputs.examples, ranks=world_size, stage=inputs.zero_stage)
     if checkpoint is not None:
         saved = read_progress(checkpoint)
         description.check(checkpoint, saved)
@@ -163,25 +230,48 @@ def _describe_run(config: TrainerConfig, inputs: Inputs, world_size: int, checkp
     return description
 
 
-def _let_workers_draw(
-    config: TrainerConfig,
+def _pool_sampler(
     inputs: Inputs,
     ranks: Ranks,
+    checkpoints: Checkpoints,
     pool: PoolClient | None,
+    *,
     model: PreTrainedModel,
     batcher: Batcher,
-    checkpoints: Checkpoints,
-    stop_waiting: threading.Event,
-) -> PoolSampler:
-    """Return the sampler of a run with a pool, or of one that replays another: then there is no pool."""
-    source, folder, policy, run = pool or Replay(config.replay, checkpoints.identity), checkpoints.folder, None, None
-    ask = Retrier(source, config.pool_deadline, stop_waiting)
+    stopping: threading.Event,
+) -> PoolSampler | None:
+    """Return the sampler of a run whose completions workers draw, or which replays another's: then there is no pool.
+    None for a run that draws itself."""
+    config, policy, run = checkpoints.config, None, None
+    if config.sampler != "pool":
+        return None
+    source = pool or Replay(config.replay, checkpoints.identity)
+    ask = Retrier(source, config.pool_deadline, stopping)
     if pool is not None and (ranks.rank == 0 or inputs.zero_stage == 3):  # all ranks copy shares together
         policy = PolicyCopy(model, batcher)
     if pool is not None and ranks.rank == 0:
-        publisher = PolicyPublisher(pool, policy, folder, ask, stop_waiting)
-        run = PoolRun(config, publisher, inputs.tokenizer, folder.name, checkpoints, inputs.turns, inputs.processor)
-    return PoolSampler(config, source, ask, policy, run, inputs.tokenizer, inputs.end_ids, inputs.stream, ranks)
+        run = PoolRun(
+            config=config,
+            publisher=PolicyPublisher(
+                client=pool, policy=policy, run_folder=checkpoints.folder, ask=ask, stop=stopping
+            ),
+            tokenizer=inputs.tokenizer,
+            name=checkpoints.folder.name,
+            checkpoints=checkpoints,
+            turns=inputs.turns,
+            processor=inputs.processor,
+        )
+    return PoolSampler(
+        config=config,
+        source=source,
+        ask=ask,
+        policy=policy,
+        run=run,
+        tokenizer=inputs.tokenizer,
+        end_ids=inputs.end_ids,
+        prompts=inputs.stream,
+        ranks=ranks,
+    )
 
 
 def _reach_reference(

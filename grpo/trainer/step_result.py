@@ -17,7 +17,7 @@ _LOGGED = "log_metric:"  # before the name of a metric that reward functions log
 _FAILURES = "tool_failures"  # the calls of tools that failed, among a step's numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """The result of a step, the same on every rank."""
 
@@ -36,7 +36,7 @@ def rates(run: Run) -> dict[str, float]:
 
 
 def step_result(
-    run: Run, step: int, batch: StepBatch, of_update: dict[str, Stats], applied: dict[str, float], clock: PhaseClock
+    run: Run, step: int, batch: StepBatch, *, of_update: dict[str, Stats], applied: dict[str, float], clock: PhaseClock
 ) -> StepResult:
     """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together."""
     numbers: dict[str, Stats] = {}
@@ -52,7 +52,8 @@ def step_result(
     masked = "loss" not in everyone
     is_applied = masked or run.engine.was_step_applied()
     rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
-    fault = _fault(run, everyone["completions/mean_length"].count, masked, is_applied, rewarded)
+    completions = everyone["completions/mean_length"].count
+    fault = _fault(run, completions, masked=masked, applied=is_applied, rewarded=rewarded)
     learns, config, progress = is_applied and not masked, run.config, run.progress
     if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
         progress.num_tokens += int(everyone["tokens"].total)
@@ -60,7 +61,7 @@ def step_result(
     is_flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
     progress.flat_steps = progress.flat_steps + 1 if is_flat else 0
     progress.bad_steps = [*progress.bad_steps, step] if fault else []
-    metrics = _metrics(run, everyone, applied, masked)
+    metrics = _metrics(run, everyone, applied=applied, masked=masked)
     metrics |= _adapt(run, everyone, learns)
     for name, numbers in _with_prefix(everyone, _LOGGED):
         if name in metrics or name == "step" or name.startswith("eval_"):
@@ -73,10 +74,10 @@ def step_result(
         for group, numbers in _with_prefix(everyone, DRIFT)
         if math.isfinite(numbers.mean)
     ]
-    return StepResult(metrics, is_applied, fault, drifts, clash)
+    return StepResult(metrics=metrics, applied=is_applied, fault=fault, drifts=drifts, clash=clash)
 
 
-def _fault(run: Run, completions: int, masked: bool, applied: bool, rewarded: bool) -> str:
+def _fault(run: Run, completions: int, *, masked: bool, applied: bool, rewarded: bool) -> str:
     if masked:
         return (
             f"does nothing: all {completions} completions are cut at max_completion_length="
@@ -104,7 +105,7 @@ def _with_prefix(stats: Mapping[str, Stats], prefix: str) -> list[tuple[str, Sta
 def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[str, Any]:
     """Return this rank's numbers of a step, for add_stats, and take what reward functions logged."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    by_name = dict(zip(run.rewarder.names, batch.by_function, strict=True))
+    by_name = dict(zip(run.rounds.rewarder.names, batch.by_function, strict=True))
     logged = {f"{_LOGGED}{name}:none": values for name, values in run.rounds.logged.items()}
     run.rounds.logged.clear()
     return {
@@ -139,7 +140,9 @@ def _by_source(batch: StepBatch, by_name: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _metrics(run: Run, everyone: Mapping[str, Stats], applied: Mapping[str, float], masked: bool) -> dict[str, float]:
+def _metrics(
+    run: Run, everyone: Mapping[str, Stats], *, applied: Mapping[str, float], masked: bool
+) -> dict[str, float]:
     config, progress = run.config, run.progress
     return {
         "loss": 0.0,
@@ -161,8 +164,8 @@ def _adapt(run: Run, everyone: Mapping[str, Stats], learns: bool) -> dict[str, f
     if config.kl_target is not None and "kl" in everyone:
         metrics["beta"] = progress.beta
         if learns:
-            completions = everyone["trained_on"].count
-            progress.beta = adapt_beta(progress.beta, everyone["kl"].mean, completions, config.kl_target)
+            count, kl = everyone["trained_on"].count, everyone["kl"].mean
+            progress.beta = adapt_beta(progress.beta, kl, sequences=count, target=config.kl_target)
     if config.use_adaptive_entropy and learns:
         progress.entropy = everyone["entropy_acted_on"].mean
         progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
