@@ -65,7 +65,7 @@ def run(config: WorkerConfig) -> int:
     on_end_signals(lambda number: (signals.append(number), stop.set()))
     # Refuse a wrong token or address before an engine is imported. A pool that does not answer may do so later.
     with suppress(RequestFailure):
-        PoolClient(config.pool, config.token, config.ref_ca_file, request_timeout=5.0).run()
+        PoolClient(config.pool, token=config.token, ref_ca_file=config.ref_ca_file, request_timeout=5.0).run()
     with open_folder(config.weights_folder) as folder:
         worker = GenerationWorker(config, make_engine(config), folder, stop)
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)

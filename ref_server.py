@@ -122,9 +122,9 @@ def run(config: ServerConfig) -> int:
     service = PoolService(config) if config.task == "rollouts" else ModelService(config)
 
     def on_refused(method: str, path: str, sender: str, error: wire.ProtocolError) -> None:
-        service.monitor.answered(method, "other", error.status, 0.0, sender, error=error)
+        service.monitor.answered(method, "other", error.status, seconds=0.0, address=sender, error=error)
 
-    server = HttpServer(make_app(service), config, service.admit, on_refused)
+    server = HttpServer(make_app(service), config, admit=service.admit, on_refused=on_refused)
     # Listen before loading: a port that is taken is reported at once, and /health can say "loading".
     threading.Thread(target=server.run, name="http", daemon=True).start()
 

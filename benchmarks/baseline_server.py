@@ -50,16 +50,18 @@ def main(folder: str, port: int) -> None:
 
     @app.get(HEALTH_PATH)
     def health():
-        return ServerInfo("ready", ModelInfo(folder)).to_json()
+        return ServerInfo(status="ready", model=ModelInfo(name=folder)).to_json()
 
     @app.post(LOGPROBS_PATH)
     def logprobs():
         body = bottle.request.environ["wsgi.input"].read()
-        request = decode_request(body, vocabulary, longest, max_sequences=10**6, max_tokens=10**9)
+        request = decode_request(body, vocab_size=vocabulary, max_length=longest, max_sequences=10**6, max_tokens=10**9)
         with one_at_a_time:
             answer = score(model, request)
         bottle.response.content_type = CONTENT_TYPE
-        return encode_answer(LogprobsAnswer(answer, "baseline", request.request_id))
+        return encode_answer(
+            LogprobsAnswer(logprobs=answer, model_fingerprint="baseline", request_id=request.request_id)
+        )
 
     waitress.serve(app, host="127.0.0.1", port=port, threads=64)
 

@@ -108,10 +108,14 @@ def measure(stage: int, sharing: int, micro_batches: int, folder: Path) -> dict[
 
     for _ in range(2):  # in the first ZeRO-3 learns the order of the layers
         prompts = [ids(PROMPT) for _ in range(micro_batches)]
-        samples = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(GENERATIONS)]
+        samples = [
+            Sample(prompt_ids=prompt, completion_ids=ids(COMPLETION), finished=True, advantage=1.0)
+            for prompt in prompts
+            for _ in range(GENERATIONS)
+        ]
         dist.barrier()
         before = loopback()
-        update(engine, samples, trainer, batcher, PhaseClock(), 0.0, 0.0, {})
+        update(engine, samples, trainer, batcher, PhaseClock(), beta=0.0, entropy_coef=0.0, requests={})
         dist.barrier()
         sent = loopback() - before
     return {"sent": sent // ranks, "weights": weights}

@@ -208,14 +208,20 @@ def score(model: PreTrainedModel, batcher: Batcher, sequences: list) -> None:
 
 def update(model: PreTrainedModel, batcher: Batcher, sequences: list) -> None:
     """As in the trainer, without ranks; the gradients are dropped."""
-    size = StepSize(len(sequences), sum(len(completion) for _, completion in sequences))
+    size = StepSize(sequences=len(sequences), tokens=sum(len(completion) for _, completion in sequences))
     for rows in batcher.cut(sequences, BUDGET):
         chosen = [sequences[row] for row in rows]
         lengths = torch.tensor([len(completion) for _, completion in chosen], device=DEVICE)
         batch = batcher.make(chosen, DEVICE)
         logprobs, entropy = token_logprobs(model, batch, 1.0, with_entropy=True)
         advantages = torch.tensor([1.0 if row % 2 else -1.0 for row in rows], device=DEVICE)
-        tokens = Tokens(lengths, advantages, logprobs, entropy, ref_logprobs=logprobs.detach() - 0.1)
+        tokens = Tokens(
+            lengths=lengths,
+            advantages=advantages,
+            logprobs=logprobs,
+            entropy=entropy,
+            ref_logprobs=logprobs.detach() - 0.1,
+        )
         loss, _ = grpo_loss(tokens, size, LossSection(), beta=0.04, entropy_coef=0.0, max_completion_length=512)
         loss.backward()
     model.zero_grad(set_to_none=True)
@@ -262,7 +268,13 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
                 return
             lengths = [draw.randint(6, 12) if tiny else draw.randint(75, 150) for _ in range(prompts)]
             examples = [
-                Example(place, "", [draw.randrange(3, 1000) for _ in range(length)], {}, [])
+                Example(
+                    index=place,
+                    prompt="",
+                    prompt_ids=[draw.randrange(3, 1000) for _ in range(length)],
+                    columns={},
+                    messages=[],
+                )
                 for place, length in enumerate(lengths)
             ]
             for name, sampler in samplers(model, new, 8 * prompts).items():
@@ -279,12 +291,14 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
 
 
 def samplers(model: PreTrainedModel, new: int, rows: int) -> dict[str, LocalSampler]:
-    arguments = model, build_tokenizer(seed=0), [model.config.vocab_size], new, rows
-    with_graphs = {"with graphs": ContinuousSampler(*arguments, graphs=StepGraphs)}
+    def make(kind: type[LocalSampler], **options) -> LocalSampler:
+        return kind(model, build_tokenizer(seed=0), [model.config.vocab_size], new, rows=rows, **options)
+
+    with_graphs = {"with graphs": make(ContinuousSampler, graphs=StepGraphs)}
     return {
         **(with_graphs if CUDA else {}),
-        "continuous": ContinuousSampler(*arguments),
-        "generate": LocalSampler(*arguments),
+        "continuous": make(ContinuousSampler),
+        "generate": make(LocalSampler),
     }
 
 

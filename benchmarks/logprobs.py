@@ -111,13 +111,19 @@ class Ours:
 
     def update(self, work: Work) -> float:
         total, settings = 0.0, LossSection(epsilon=EPSILON)
-        size = StepSize(len(work.sequences), sum(len(completion) for _, completion in work.sequences))
+        size = StepSize(sequences=len(work.sequences), tokens=sum(len(completion) for _, completion in work.sequences))
         for rows in self.batcher.cut(work.sequences, self.budget):
             batch = self.batcher.make([work.sequences[row] for row in rows], "cpu")
             lengths = torch.tensor([len(work.sequences[row][1]) for row in rows])
             logprobs, entropy = token_logprobs(self.model, batch, 1.0, with_entropy=True)
             references = torch.cat([work.references[row] for row in rows])
-            tokens = Tokens(lengths, work.advantages[rows], logprobs, entropy, ref_logprobs=references)
+            tokens = Tokens(
+                lengths=lengths,
+                advantages=work.advantages[rows],
+                logprobs=logprobs,
+                entropy=entropy,
+                ref_logprobs=references,
+            )
             loss, _ = grpo_loss(tokens, size, settings, beta=BETA, entropy_coef=0.0, max_completion_length=0)
             loss.backward()
             total += loss.item()

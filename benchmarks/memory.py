@@ -163,7 +163,7 @@ def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def predict(case: Case) -> int:
     """Return the predicted bytes above the weights."""
     tokens = max(case.batch_tokens, case.longest)
-    memory = server_memory(on_meta(case.config(), case.dtype), "none", tokens, case.longest, "cpu")
+    memory = server_memory(on_meta(case.config(), case.dtype), "none", tokens, longest=case.longest, device_type="cpu")
     return memory.peak(FORWARD) - total(memory.standing)
 
 

@@ -44,7 +44,13 @@ from grpo.pool.store import Store
 from grpo.pool.task_tensors import encode_drawn
 
 COPIES, TOKENS = 8, 700
-DRAWN = GroupResult(0, 0, [[5] * TOKENS] * COPIES, [[-0.5] * TOKENS] * COPIES, [[0] * TOKENS] * COPIES)
+DRAWN = GroupResult(
+    group=0,
+    attempt=0,
+    completions=[[5] * TOKENS] * COPIES,
+    logprobs=[[-0.5] * TOKENS] * COPIES,
+    versions=[[0] * TOKENS] * COPIES,
+)
 MODEL = b"weights" * 1000
 
 
@@ -88,9 +94,24 @@ def fill(url: str, groups: int) -> None:
     sha256, client = hashlib.sha256(MODEL).hexdigest(), PoolClient(url)
     client.send_file(MODEL, sha256)
     client.put_run(run_info(sha256))
-    client.put_version(Version(0, sha256, len(MODEL), True, None, None, Probe([1], [2], [-1.0])))
+    client.put_version(
+        Version(
+            version=0,
+            sha256=sha256,
+            size=len(MODEL),
+            whole=True,
+            base=None,
+            delta=None,
+            probe=Probe(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0]),
+        )
+    )
     for first in range(0, groups, 1000):
-        client.put_tasks([Task(group, 0, 0, [7] * 100) for group in range(first, min(groups, first + 1000))])
+        client.put_tasks(
+            [
+                Task(group=group, attempt=0, version=0, prompt_ids=[7] * 100)
+                for group in range(first, min(groups, first + 1000))
+            ]
+        )
 
 
 def run_info(sha256: str) -> RunInfo:
@@ -123,7 +144,7 @@ def work(url: str, name: str, seconds: float, leases: list[float], uploads: list
                 time.sleep(failure.retry_after or 0.1)
 
     while True:
-        leased = ask(partial(client.lease, Lease(name, 8, [], 0.0)), leases)
+        leased = ask(partial(client.lease, Lease(worker=name, room=8, holds=[], wait=0.0)), leases)
         if not leased.tasks:
             return
         weights = [(leased.version, leased.sha256)]
@@ -163,7 +184,7 @@ def stored_alone(groups: int) -> list[object]:
     times = []
     with tempfile.TemporaryDirectory() as folder:
         store = Store(str(Path(folder) / "pool.sqlite"), on_damage=print)
-        tasks = [Task(group, 0, 0, [7] * 100) for group in range(groups)]
+        tasks = [Task(group=group, attempt=0, version=0, prompt_ids=[7] * 100) for group in range(groups)]
         store.put_tasks(tasks)
         for task in tasks:
             start = time.perf_counter()

@@ -135,19 +135,19 @@ TASKS = {
     "backwards": Task(
         "Three words backwards",
         "Exactly the words, the last one first, earn 1.",
-        lambda folder, seed: write_splits(folder, seed, word_lists, backwards_row, 2048, 200),
+        lambda folder, seed: write_splits(folder, seed, word_lists, backwards_row, train_size=2048, test_size=200),
         "--reward_funcs benchmarks/real_tasks.py:backwards_reward",
     ),
     "sentence": Task(
         "One short sentence",
         "No gold answers: one sentence of at most 12 words that ends with a full stop earns 1.",
-        lambda folder, seed: write_splits(folder, seed, requests, request_row, 400, 40),
+        lambda folder, seed: write_splits(folder, seed, requests, request_row, train_size=400, test_size=40),
         "--reward_funcs benchmarks/real_tasks.py:sentence_reward --max_completion_length 40 --max_prompt_length 96",
     ),
     "burkov": Task(
         "Burkov's rewards",
         "The sums; 2 for the right answer, 0.2 for each of four tags, as in his tutorial.",
-        lambda folder, seed: write_splits(folder, seed, sums, tagged_row, 2048, 200),
+        lambda folder, seed: write_splits(folder, seed, sums, tagged_row, train_size=2048, test_size=200),
         "--reward_funcs correctness_reward format_reward --max_completion_length 40 --max_prompt_length 96",
     ),
     "gsm8k": Task(

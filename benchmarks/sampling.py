@@ -86,7 +86,7 @@ class Work:
     def ways(self) -> dict[str, Callable[[], int]]:
         return {
             OURS: self.continuous,
-            "sampler generate": lambda: self._drawn(LocalSampler(*self._arguments())),
+            "sampler generate": lambda: self._drawn(self._make(LocalSampler)),
             "transformers' generate": self.generate,
             "transformers' continuous batching": self.batching,
             FLOOR: self.floor,
@@ -95,7 +95,7 @@ class Work:
     def continuous(self) -> int:
         self.passes.clear()
         with noted(self.passes):
-            return self._drawn(ContinuousSampler(*self._arguments()))
+            return self._drawn(self._make(ContinuousSampler))
 
     @torch.inference_mode()
     def generate(self) -> int:
@@ -147,11 +147,13 @@ class Work:
             F.linear(inputs[head.shape[1]][:rows], head)
         return sum(rows for rows, *_ in self.passes)
 
-    def _arguments(self) -> tuple:
-        return self.model, self.tokenizer, self.ends, self.completion, self.rows
+    def _make(self, kind: type[LocalSampler]) -> LocalSampler:
+        return kind(self.model, self.tokenizer, self.ends, self.completion, rows=self.rows)
 
     def _drawn(self, sampler: LocalSampler) -> int:
-        examples = [Example(place, "", prompt, {}) for place, prompt in enumerate(self.prompts)]
+        examples = [
+            Example(index=place, prompt="", prompt_ids=prompt, columns={}) for place, prompt in enumerate(self.prompts)
+        ]
         groups = sampler.sample(examples, COPIES, 1.0, seed=0)
         return sum(len(rollout.completion_ids) for rollouts in groups for rollout in rollouts)
 
@@ -180,19 +182,20 @@ def linears(layer: nn.Module) -> list[torch.Tensor]:
     return [part.weight for part in layer.modules() if isinstance(part, nn.Linear)]
 
 
-def of_demo(folder: Path, prompts: int, completion: int, rows: int) -> Work:
+def of_demo(folder: Path, *, prompts: int, completion: int, rows: int) -> Work:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = [prompt_text(tokenizer, problem.question) for problem in islice(problems(random.Random(0)), prompts)]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    return Work(model, tokenizer, ids, [tokenizer.eos_token_id], completion, rows)
+    ends = [tokenizer.eos_token_id]
+    return Work(model=model, tokenizer=tokenizer, prompts=ids, ends=ends, completion=completion, rows=rows)
 
 
-def of_shape(layers: int, vocabulary: int, prompts: int, prompt: int, completion: int, rows: int) -> Work:
+def of_shape(*, layers: int, vocabulary: int, prompts: int, prompt: int, completion: int, rows: int) -> Work:
     model, draw = random_model(qwen(layers, vocabulary)), random.Random(0)
     ends = [*range(vocabulary - 2 * vocabulary // completion, vocabulary)]
     ids = [[draw.randrange(3, vocabulary) for _ in range(prompt)] for _ in range(prompts)]
-    return Work(model, NoText(), ids, ends, completion, rows)
+    return Work(model=model, tokenizer=NoText(), prompts=ids, ends=ends, completion=completion, rows=rows)
 
 
 def main() -> None:
@@ -208,11 +211,17 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], help="words of the names of ways to leave out")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
-    of_work = arguments.prompts, arguments.completion, arguments.rows
     if arguments.layers:
-        work = of_shape(arguments.layers, arguments.vocabulary, arguments.prompts, arguments.prompt, *of_work[1:])
+        work = of_shape(
+            layers=arguments.layers,
+            vocabulary=arguments.vocabulary,
+            prompts=arguments.prompts,
+            prompt=arguments.prompt,
+            completion=arguments.completion,
+            rows=arguments.rows,
+        )
     else:
-        work = of_demo(arguments.model, *of_work)
+        work = of_demo(arguments.model, prompts=arguments.prompts, completion=arguments.completion, rows=arguments.rows)
     ways = {name: way for name, way in work.ways().items() if not any(word in name for word in arguments.without)}
     microseconds = {name: [] for name in ways}
     for _ in range(arguments.repeats):

@@ -205,7 +205,7 @@ def clients(port: int, seconds: float, numbers: range, results, ready, go) -> No
 def encode(draw: random.Random, client: str) -> tuple[bytes, int, int]:
     """(body, tokens, completion tokens) of a group."""
     [(prompt, completions)] = groups(1, draw.randint(*GROUP), PROMPTS, COMPLETIONS, draw.getrandbits(32), VOCABULARY)
-    request = LogprobsRequest.of(prompt, completions, 1.0, "soak", client)
+    request = LogprobsRequest.of(prompt, completions, 1.0, request_id="soak", client=client)
     return encode_request(request), len(request.input_ids), int(request.completion_lengths.sum())
 
 

@@ -117,7 +117,9 @@ class Work:
         self.trainer = make_trainer(self.model, self.tokenizer, load_function("tools", self.tool))
         self.conversations = [[{"role": "user", "content": f"Question {n}: how many?"}] for n in range(PROMPTS)]
         ids, _, _ = self.trainer._tokenize_prompts(self.conversations)
-        self.examples = [Example(place, "", prompt, {}) for place, prompt in enumerate(ids)]
+        self.examples = [
+            Example(index=place, prompt="", prompt_ids=prompt, columns={}) for place, prompt in enumerate(ids)
+        ]
         self.vocabulary, self.end = self.model.config.vocab_size, self.tokenizer.eos_token_id
         self.script = make_script(self.tokenizer)
         self.tokens = sum(len(ids) for segments in self.script for ids in segments)
@@ -135,7 +137,7 @@ class Work:
     def sample(self, kind: type[LocalSampler] = ContinuousSampler, in_segments: bool = True) -> Drawn:
         """Draw with one of the samplers."""
         turns = self.turns if in_segments else None
-        sampler = kind(self.model, self.tokenizer, [self.end], LENGTH, PROMPTS * COPIES, None, turns)
+        sampler = kind(self.model, self.tokenizer, [self.end], LENGTH, rows=PROMPTS * COPIES, turns=turns)
         numbers = self.numbers if in_segments else self.one_segment
         with scripted_numbers(numbers):
             groups = sampler.sample(self.examples, COPIES, 1.0, 0)

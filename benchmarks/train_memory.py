@@ -161,7 +161,12 @@ def predict(case: Case, device: str = "cpu") -> Memory:
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     ds_config = engine_config(config, case.ranks, torch.device(device))
-    return rank_memory(model, RankWork(config, case.ranks, config.max_prompt_length, 0), ds_config, device)
+    return rank_memory(
+        model,
+        RankWork(config=config, ranks=case.ranks, longest_prompt=config.max_prompt_length, held_out=0),
+        ds_config,
+        device,
+    )
 
 
 def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], dict[str, int]]:
@@ -237,7 +242,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
     longest, rows = config.max_completion_length, config.sequences_per_generate
-    sampler = make_sampler(model, tokenizer, longest, rows, batcher.packs)
+    sampler = make_sampler(model, tokenizer, longest, rows=rows, packs=batcher.packs)
     engine, _ = start_engine(config, ds_config, model)
     watched = Watched(engine)
     draw = random.Random(rank)
@@ -248,20 +253,28 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     peaks = {"process": start}
     for turn in range(2):
         prompts = [ids(config.max_prompt_length) for _ in range(config.prompts_per_step // world_size)]
-        examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts)]
+        examples = [
+            Example(index=place, prompt="", prompt_ids=prompt, columns={}, messages=[])
+            for place, prompt in enumerate(prompts)
+        ]
         if turn == 1:
             forget_peak()
             sampler.sample(examples, config.num_generations, 1.0, seed=turn)
             peaks[SAMPLING] = peak_above(start)
         sequences = [
-            Sample(prompt, ids(config.max_completion_length), True, advantage=draw.gauss(0, 1))
+            Sample(
+                prompt_ids=prompt,
+                completion_ids=ids(config.max_completion_length),
+                finished=True,
+                advantage=draw.gauss(0, 1),
+            )
             for prompt in prompts
             for _ in range(config.num_generations)
         ]
         forget_peak()
         clock = PhaseClock()
         with clock("update"):
-            update(watched, sequences, config, batcher, clock, 0.0, 0.0, {})
+            update(watched, sequences, config, batcher, clock, beta=0.0, entropy_coef=0.0, requests={})
         peaks[BACKWARD], peaks[STEP] = watched.before_step - start, peak_above(start)
         if torch.cuda.is_available():  # the clock has read the peak of each phase, and begun a new one
             highest = clock.memory["memory/peak_update"], clock.memory["memory/peak_optimizer"]

@@ -101,9 +101,9 @@ def cost(size: str, folder: Path) -> Iterator[list[object]]:
             marks.append(clocks())
             after = write_weights(new, copies)
             marks.append(clocks())
-            length = make_delta(old, new, delta, new.stat().st_size)
+            length = make_delta(old, new, delta=delta, limit=new.stat().st_size)
             marks.append(clocks())
-            apply_delta(old, delta, result, after)
+            apply_delta(old, delta, new=result, sha256=after)
             marks.append(clocks())
             times.append([(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(marks)])
         share = f"{rate:g} (delta 1/{new.stat().st_size / length:.0f})"
@@ -178,7 +178,9 @@ def lines(name: str, model: PreTrainedModel, move: Move, options: argparse.Names
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, running_pool(Path(folder)) as port:
         client, stop = PoolClient(f"http://127.0.0.1:{port}"), threading.Event()
         policy = PolicyCopy(model, Batcher(0, packs=False))
-        publisher = PolicyPublisher(client, policy, Path(folder), Retrier(client, 60.0, stop), stop)
+        publisher = PolicyPublisher(
+            client=client, policy=policy, run_folder=Path(folder), ask=Retrier(client, 60.0, stop), stop=stop
+        )
         workers = [Worker(Path(folder) / f"worker{place}", port, rate) for place, rate in enumerate(LINES.values())]
         changed, published = [], []
         for version in range(options.versions + 1):

@@ -43,7 +43,7 @@ def row_of(task: Sum) -> dict:
 
 def write_dataset(folder: Path, seed: int, train_size: int = 2048, test_size: int = 200) -> None:
     """Write train.jsonl and test.jsonl: distinct sums with the columns `prompt`, messages, and `answer`, text."""
-    write_splits(folder, seed, sums, row_of, train_size, test_size)
+    write_splits(folder, seed, sums, row_of, train_size=train_size, test_size=test_size)
 
 
 def sum_reward(completions, answer, **kwargs) -> list[float]:

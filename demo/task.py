@@ -102,7 +102,14 @@ def problems(rng: random.Random, held_out: bool = False, stories: Sequence[str] 
 
 def write_dataset(folder: Path, seed: int, train_size: int = 4096, test_size: int = 256) -> None:
     """Write train.jsonl and test.jsonl: distinct problems with the columns `question` and `answer`, both text."""
-    write_splits(folder, seed, problems, lambda p: {"question": p.question, "answer": p.answer}, train_size, test_size)
+    write_splits(
+        folder,
+        seed,
+        problems,
+        lambda p: {"question": p.question, "answer": p.answer},
+        train_size=train_size,
+        test_size=test_size,
+    )
 
 
 def in_test_split(text: str) -> bool:
@@ -120,6 +127,7 @@ def write_splits(
     seed: int,
     draw: Callable[[random.Random, bool], Iterator[Any]],
     row_of: Callable[[Any], dict[str, str]],
+    *,
     train_size: int,
     test_size: int,
 ) -> None:

@@ -182,4 +182,4 @@ def write_dataset(folder: Path, seed: int, train_size: int = 4096, test_size: in
     def row_of(problem: Problem) -> dict[str, str]:
         return {"question": problem.question, "answer": problem.answer, "call": problem.call}
 
-    write_splits(folder, seed, problems, row_of, train_size, test_size)
+    write_splits(folder, seed, problems, row_of, train_size=train_size, test_size=test_size)

@@ -61,8 +61,8 @@ def main(config: TrainerConfig = CONFIG) -> list[dict[str, float]]:
 
     model = load_model(config, device)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    limits = config.max_completion_length, config.sequences_per_generate, batcher.packs
-    sampler = make_sampler(model, tokenizer, *limits)
+    rows, longest = config.sequences_per_generate, config.max_completion_length
+    sampler = make_sampler(model, tokenizer, longest, rows=rows, packs=batcher.packs)
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.99), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1, update / config.warmup_steps))
     reference = grpo.RefClient(f"http://127.0.0.1:{config.port}", config.temperature)  # (5) no reference: beta=0
@@ -84,13 +84,19 @@ def main(config: TrainerConfig = CONFIG) -> list[dict[str, float]]:
 
         # Sum the loss's gradient over batches of at most micro_batch_tokens tokens. (2) loss_type="dr_grpo"
         pairs = [(row.prompt_ids, ids) for row, drawn in zip(examples, completions, strict=True) for ids in drawn]
-        size, total = StepSize(len(pairs), sum(len(ids) for _, ids in pairs)), 0.0
+        size, total = StepSize(sequences=len(pairs), tokens=sum(len(ids) for _, ids in pairs)), 0.0
         for batch in batcher.cut(pairs, config.micro_batch_tokens):
             sequences = [pairs[place] for place in batch]
             logprobs, entropy = token_logprobs(model, batcher.make(sequences, device), config.temperature, True)
             lengths = torch.tensor([len(ids) for _, ids in sequences], device=device)
             of_reference = torch.cat([torch.from_numpy(frozen[place]) for place in batch]).to(device)
-            tokens = Tokens(lengths, compared[batch].to(device), logprobs, entropy, ref_logprobs=of_reference)
+            tokens = Tokens(
+                lengths=lengths,
+                advantages=compared[batch].to(device),
+                logprobs=logprobs,
+                entropy=entropy,
+                ref_logprobs=of_reference,
+            )
             constants = {"beta": config.beta, "entropy_coef": 0.0}
             longest = config.max_completion_length
             loss, metrics = grpo_loss(tokens, size, config, **constants, max_completion_length=longest)

@@ -49,6 +49,8 @@ if __name__ == "__main__":
         import_module(f"examples.{arguments.example}.task"),
         arguments.folder or Path("runs", arguments.example),
     )
-    write_splits(folder / "data", arguments.seed, task.problems, task.row_of, task.TRAIN, task.TEST)
+    write_splits(
+        folder / "data", arguments.seed, task.problems, task.row_of, train_size=task.TRAIN, test_size=task.TEST
+    )
     if not arguments.data_only:
         build(task, folder / "model", arguments.seed)

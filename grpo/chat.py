@@ -64,7 +64,7 @@ def talk(config: ChatConfig, interactive: bool) -> None:
         # An answer is a batch by itself, so that the limits that exist for batches of several do not hold.
         longest = length_limits(model.config).get("max_position_embeddings", NO_LIMIT)
         conversation = Conversation(config, tokenizer, processor, longest, turns)
-        answerer = Answerer(config, model, tokenizer, ends, vision, turns)
+        answerer = Answerer(config=config, model=model, tokenizer=tokenizer, end_ids=ends, vision=vision, turns=turns)
         if interactive:
             picture = f"{IMAGE} PATH adds a picture, " if processor is not None else ""
             end = "Ctrl-C stops an answer, Ctrl-D ends"
@@ -98,13 +98,13 @@ def answer_lines(config: ChatConfig, interactive: bool, conversation: Conversati
         shortage = refuse_shortage("max_completion_length", config.max_completion_length, "use a smaller one")
         with shortage, stopped_by_ctrl_c(interactive) as stopped:
             # Another seed for each question, or the same question would get the same answer.
-            answer = answerer.answer(example, limit, config.seed + turn, stopped)
+            answer = answerer.answer(example, limit=limit, seed=config.seed + turn, stopped=stopped)
         if interactive and not (answer.finished or stopped):
             print(f"(cut off after {len(answer.completion_ids)} tokens)")
         conversation.answered(answer)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Answerer:
     """Draw and print answers of the model, with those of tools or an environment in brackets between its turns."""
 
@@ -115,14 +115,14 @@ class Answerer:
     vision: Vision | None
     turns: Responder | None  # None without tools and environment
 
-    def answer(self, example: Example, limit: int, seed: int, stopped: list[int]) -> Rollout:
+    def answer(self, example: Example, *, limit: int, seed: int, stopped: list[int]) -> Rollout:
         """Draw and print an answer of at most `limit` tokens, which ends without an outcome when `stopped` is no longer
         empty. Raises RewardError if the environment fails."""
         from grpo.data.responder import make_rollout, show_answer
         from grpo.wire.picture_files import with_more
 
         if self.turns is None:
-            return self._draw(example, limit, seed, stopped)
+            return self._draw(example, room=limit, seed=seed, stopped=stopped)
         dialogue, shown, awaited = self.turns.begin(example, (seed, 0, 0)), 0, None
         ids: list[int] = []
         drawn: list[bool] = []
@@ -130,7 +130,8 @@ class Answerer:
             for turn in itertools.count():
                 longer = replace(example, prompt_ids=with_more(example.prompt_ids, ids))
                 # Other random numbers for each turn.
-                segment = self._draw(longer, limit - len(ids), seed + (turn << 32), stopped).completion_ids
+                room, other_seed = limit - len(ids), seed + (turn << 32)
+                segment = self._draw(longer, room=room, seed=other_seed, stopped=stopped).completion_ids
                 ids += segment
                 drawn += [True] * len(segment)
                 awaited = None if stopped else dialogue.answer(segment, limit - len(ids))
@@ -149,9 +150,17 @@ class Answerer:
                 threading.Thread(target=_close_late, args=[dialogue], name="close", daemon=True).start()
             else:
                 dialogue.close()
-        return make_rollout(self.tokenizer, self.end_ids, ids, [], 0, drawn, dialogue.outcome)
+        return make_rollout(
+            self.tokenizer,
+            self.end_ids,
+            ids=ids,
+            logprobs=[],
+            policy_version=0,
+            drawn=drawn,
+            outcome=dialogue.outcome,
+        )
 
-    def _draw(self, example: Example, room: int, seed: int, stopped: list[int]) -> Rollout:
+    def _draw(self, example: Example, *, room: int, seed: int, stopped: list[int]) -> Rollout:
         from grpo.sampling.generate import LocalSampler
 
         sampler = LocalSampler(self.model, self.tokenizer, self.end_ids, room, vision=self.vision)

@@ -63,7 +63,10 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
         closing.callback(turns.close)
     rewards = join_rewards(functions, {} if turns is None else turns.rewards)
     check_verdicts(config, rewards)
-    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor, turns)
+    split, limit = _split(config), config.eval_samples
+    examples = load_examples(
+        config, split, tokenizer, limit=limit, progress=rank == 0, processor=processor, turns=turns
+    )
     check_reward_columns(config, examples, functions)
     started, pool = start_rewards(functions, config, device, "evaluate")
     if pool is not None:
@@ -72,7 +75,9 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     sampler = _sampler(config, load_model(config, device), tokenizer, processor, turns)
     start = time.perf_counter()
     with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
-        metrics, completions = evaluate(sampler, examples, rewarder, rank, world_size, TrainerState())
+        metrics, completions = evaluate(
+            sampler, examples, rewarder, rank=rank, world_size=world_size, state=TrainerState()
+        )
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:
@@ -97,8 +102,16 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
         if config.sampler != "generate":
             with torch.no_grad():
                 packs = make_batcher(model, tokenizer.pad_token_id, processor).packs
-        limits = config.max_completion_length, config.sequences_per_generate, packs
-        return make_sampler(model, tokenizer, *limits, vision, turns, config.cuda_graphs)
+        return make_sampler(
+            model,
+            tokenizer,
+            config.max_completion_length,
+            rows=config.sequences_per_generate,
+            packs=packs,
+            vision=vision,
+            turns=turns,
+            cuda_graphs=config.cuda_graphs,
+        )
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:

@@ -126,7 +126,7 @@ def visible_cards() -> list[str]:
     return names.split(",")[:count]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ServiceProcess:
     """A program beside the ranks, which starts again when it ends: the reference server, the pool, a worker."""
 
@@ -192,17 +192,33 @@ class Programs:
         if share.server_cards is not None:
             url = f"http://127.0.0.1:{config.port}"
             server = ["ref_server.py", *settings]
-            services.append(ServiceProcess("the reference server", server, share.server_cards, FailureCount(run), url))
+            services.append(
+                ServiceProcess(
+                    name="the reference server",
+                    words=server,
+                    cards=share.server_cards,
+                    failures=FailureCount(run),
+                    url=url,
+                )
+            )
         if config.workers_beside and config.node_rank == 0:
             address = ["--host", config.host, "--port", str(config.pool_port)]
             token = ["--token_file", config.token_file] if config.token_file else []
             url = f"http://127.0.0.1:{config.pool_port}"
             services.append(
-                ServiceProcess("the pool", [*pool_words(config), *address, *token], [], FailureCount(run), url)
+                ServiceProcess(
+                    name="the pool",
+                    words=[*pool_words(config), *address, *token],
+                    cards=[],
+                    failures=FailureCount(run),
+                    url=url,
+                )
             )
         for number, card in enumerate(share.worker_cards, 1):
             words = [*worker_words(config), *settings]
-            services.append(ServiceProcess(f"worker {number}", words, [card], FailureCount(run)))
+            services.append(
+                ServiceProcess(name=f"worker {number}", words=words, cards=[card], failures=FailureCount(run))
+            )
         return services
 
     def _start_service(self, service: ServiceProcess) -> None:

@@ -67,12 +67,22 @@ def make_samples(prompts: int, seed: int) -> list[Sample]:
         prompt = [draw.randrange(3, 60) for _ in range(draw.randrange(5, 20))]
         for _ in range(4):
             ids = [draw.randrange(3, 60) for _ in range(draw.randrange(1, 24))]
-            made.append(Sample(prompt, ids, True, draw.gauss(0, 1), np.full(len(ids), -4.0, np.float32)))
+            made.append(
+                Sample(
+                    prompt_ids=prompt,
+                    completion_ids=ids,
+                    finished=True,
+                    advantage=draw.gauss(0, 1),
+                    ref_logprobs=np.full(len(ids), -4.0, np.float32),
+                )
+            )
     return made
 
 
 def update(engine, batcher, samples: list[Sample], config: TrainerConfig):
-    return grpo.trainer.step.update(engine, samples, config, batcher, PhaseClock(), config.beta, 0.0, {})
+    return grpo.trainer.step.update(
+        engine, samples, config, batcher, PhaseClock(), beta=config.beta, entropy_coef=0.0, requests={}
+    )
 
 
 def steps_with_every_file(make, folder: Path) -> dict:
@@ -153,11 +163,20 @@ def ratios(make, dataset: str) -> dict:
             loaded = load_reward_funcs(config.reward_funcs)
             rewards = Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu"))[0], config)
             stream = PromptStream(examples, config.prompts_per_step, config.seed)
-            limits = config.max_completion_length, config.sequences_per_generate
-            sampler = make_sampler(engine.module, tokenizer, *limits)
+            rows = config.sequences_per_generate
+            sampler = make_sampler(engine.module, tokenizer, config.max_completion_length, rows=rows)
             if kind == "with answers":
                 sampler.sample = partial(with_answers, sampler.sample)
-            rounds = Rounds(config, engine.module, sampler, batcher, stream, rewards, None, reference)
+            rounds = Rounds(
+                config=config,
+                model=engine.module,
+                sampler=sampler,
+                batcher=batcher,
+                stream=stream,
+                rewarder=rewards,
+                client=None,
+                reference=reference,
+            )
             apart, from_reference = [], []
 
             def watched(tokens, *arguments, apart=apart, from_reference=from_reference, **named):
@@ -174,7 +193,7 @@ def ratios(make, dataset: str) -> dict:
                 return token_logprobs(model, batch, *arguments, **named)
 
             grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = noted, watched
-            step_batches, _ = rounds.collect(0, 0, config.beta, PhaseClock())
+            step_batches, _ = rounds.collect(0, updates=0, beta=config.beta, clock=PhaseClock())
             scored = {*batches}
             for step_batch in step_batches * config.num_iterations:
                 begin = len(batches)

@@ -105,25 +105,32 @@ def run(case: dict, folder: str) -> dict:
         batcher = make_batcher(model, 0)
         engine, _ = start_engine(config, ds_config, model)
         batcher = share_rows(batcher, engine.module, config.sequence_parallel_size)
-        arguments = engine.module, Tokenizer(), [2], COMPLETION, config.sequences_per_generate
-        sampler = LocalSampler(*arguments)
-        if config.sampler == "continuous":
-            sampler = ContinuousSampler(*arguments)
+        kind = ContinuousSampler if config.sampler == "continuous" else LocalSampler
+        sampler = kind(engine.module, Tokenizer(), [2], COMPLETION, rows=config.sequences_per_generate)
         watched, peaks = Watched(engine, live), {}
         for turn in range(2):
             prompts = [ids(PROMPT) for _ in range(4)]
             live.forget()
-            examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:2])]
+            examples = [
+                Example(index=place, prompt="", prompt_ids=prompt, columns={}, messages=[])
+                for place, prompt in enumerate(prompts[:2])
+            ]
             with whole_weights(engine):
                 sampler.sample(examples, 8, 1.0, seed=turn)
             peaks["sampling"] = live.forget()
-            sequences = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
-            update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})
+            sequences = [
+                Sample(prompt_ids=prompt, completion_ids=ids(COMPLETION), finished=True, advantage=1.0)
+                for prompt in prompts
+                for _ in range(8)
+            ]
+            update(watched, sequences, config, batcher, PhaseClock(), beta=0.0, entropy_coef=0.0, requests={})
         peaks |= {**watched.peaks, "standing": live.now}
     counted = on_meta(shape, dtype).eval()
     if config.gradient_checkpointing:
         checkpoint_activations(counted)
-    memory = rank_memory(counted, RankWork(config, ranks, PROMPT, 0), ds_config, "cpu")
+    memory = rank_memory(
+        counted, RankWork(config=config, ranks=ranks, longest_prompt=PROMPT, held_out=0), ds_config, "cpu"
+    )
     predicted = {"standing": total(memory.standing)}
     for name, phase in (("sampling", SAMPLING), ("backward", BACKWARD), ("step", STEP)):
         predicted[name] = memory.tensors(phase)

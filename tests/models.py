@@ -75,7 +75,7 @@ PADDED = Batcher(pad_token_id=0, packs=False)
 
 
 def example(ids) -> Example:
-    return Example(0, "", list(ids), {"answer": ""})
+    return Example(index=0, prompt="", prompt_ids=list(ids), columns={"answer": ""})
 
 
 # Prompts for samplers, and so many ends that lengths differ.

@@ -63,7 +63,13 @@ class PlainEngine:
                 self.drawing -= 1
         copies = self.copies or self.run.num_generations
         ids, logprobs = [[self.run.eos_token_ids[0]]] * copies, [[-0.5]] * copies
-        return GroupResult(task.group, task.attempt, ids, logprobs, [[self.version]] * copies)
+        return GroupResult(
+            group=task.group,
+            attempt=task.attempt,
+            completions=ids,
+            logprobs=logprobs,
+            versions=[[self.version]] * copies,
+        )
 
     def close(self) -> None:
         self.calls.append("close")

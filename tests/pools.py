@@ -39,7 +39,17 @@ from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn
 from ref_server import make_app
 
-RUN = RunInfo("0123456789abcdef", "runs/test", 100, [2], 4, 12, 0.8, 42, "a" * 64)
+RUN = RunInfo(
+    run="0123456789abcdef",
+    name="runs/test",
+    vocab_size=100,
+    eos_token_ids=[2],
+    num_generations=4,
+    max_completion_length=12,
+    temperature=0.8,
+    seed=42,
+    model_files="a" * 64,
+)
 BYTES = {"Content-Type": "application/octet-stream"}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
 
@@ -93,13 +103,17 @@ class Pool:
     def put_version(self, number: int, salt: int = 0) -> Version:
         data = weights(number + salt)
         self.put_file(data)
-        version = Version(number, sha(data), len(data), True, None, None, PROBE)
+        version = Version(
+            version=number, sha256=sha(data), size=len(data), whole=True, base=None, delta=None, probe=PROBE
+        )
         assert self.post("versions", version.to_json()).status == 200
         self.weights[number] = version.sha256
         return version
 
     def lease(self, name="w", room=1, holds=(), wait=0.0, **rest) -> list[Task]:
-        answer = self.post("lease", Lease(name, room, [[*key] for key in holds], wait).to_json(), **rest)
+        answer = self.post(
+            "lease", Lease(worker=name, room=room, holds=[[*key] for key in holds], wait=wait).to_json(), **rest
+        )
         assert answer.status == 200, answer.refusal
         return decode_tasks(answer.body, RUN.vocab_size)
 
@@ -190,12 +204,20 @@ class Trainer:
         new, old, between = (self.folder / name for name in ("new", "old", "between"))
         sha256, base, delta_sha256 = write_weights(new, named_weights(self.model)), None, None
         if delta:
-            make_delta(old, new, between, new.stat().st_size)
+            make_delta(old, new, delta=between, limit=new.stat().st_size)
             base, delta_sha256 = self.number, sha256_of(between)
             self.client.send_file(between, delta_sha256)
         if whole:
             self.client.send_file(new, sha256)
-        version = Version(number, sha256, new.stat().st_size, whole, base, delta_sha256, self.probe())
+        version = Version(
+            version=number,
+            sha256=sha256,
+            size=new.stat().st_size,
+            whole=whole,
+            base=base,
+            delta=delta_sha256,
+            probe=self.probe(),
+        )
         self.client.put_version(version)
         shutil.move(new, old)
         self.number = number
@@ -203,10 +225,14 @@ class Trainer:
 
     def probe(self) -> Probe:
         prompt, completion = [5, 6, 7], [8, 9, 10, 11, 12, 13]
-        return Probe(prompt, completion, *score(self.model, prompt, [completion], 1.0))
+        (logprobs,) = score(self.model, prompt, [completion], 1.0)
+        return Probe(prompt_ids=prompt, completion_ids=completion, logprobs=logprobs)
 
     def put_tasks(self, version: int, groups: range, attempt: int = 0) -> list[Task]:
-        tasks = [Task(group, attempt, version, PROMPTS[group % len(PROMPTS)]) for group in groups]
+        tasks = [
+            Task(group=group, attempt=attempt, version=version, prompt_ids=PROMPTS[group % len(PROMPTS)])
+            for group in groups
+        ]
         self.client.put_tasks(tasks)
         return tasks
 

@@ -133,7 +133,7 @@ def tokens_of(batch: list[Completion], dtype=torch.float64) -> Tokens:
 
 def step_of(batch: list[Completion]) -> StepSize:
     step = size(batch)
-    return StepSize(step.sequences, step.tokens, step.high_entropy_tokens)
+    return StepSize(sequences=step.sequences, tokens=step.tokens, high_entropy_tokens=step.high_entropy_tokens)
 
 
 def compute(

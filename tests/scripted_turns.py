@@ -86,7 +86,9 @@ class Scripts:
         def set_result() -> None:
             self.answered += 1
             if is_over:
-                self.outcome = Outcome(not was_cut and fits, [{"role": "assistant", "content": len(self.asked)}])
+                self.outcome = Outcome(
+                    finished=not was_cut and fits, messages=[{"role": "assistant", "content": len(self.asked)}]
+                )
             future.set_result(None if is_over else ids)
 
         says_so_at_once = is_over and self._turns.at_once

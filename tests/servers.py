@@ -82,12 +82,16 @@ def request(client: ReferenceClient, prompt=PROMPT, completions=COMPLETIONS, nam
     return client.request_groups([(name, prompt, completions)])[0]
 
 
-MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)
-HEALTH = ServerInfo("ready", MODEL)
+MODEL = ModelInfo(name="m", fingerprint="f", tokenizer_fingerprint="tokens", vocab_size=100, max_length=1024)
+HEALTH = ServerInfo(status="ready", model=MODEL)
 
 
 def answer(fingerprint="f") -> tuple[int, dict, bytes]:
-    return 200, {}, encode_answer(LogprobsAnswer(np.array([-1, -2, -3, -4], np.float32), fingerprint))
+    return (
+        200,
+        {},
+        encode_answer(LogprobsAnswer(logprobs=np.array([-1, -2, -3, -4], np.float32), model_fingerprint=fingerprint)),
+    )
 
 
 @contextmanager

@@ -52,7 +52,16 @@ PICTURES = {1: [(16, 24)], 4: [(40, 8), (20, 20)], 5: [(8, 8)], 10: [(24, 16)]} 
 
 def step(engine, samples: list[Sample], config: TrainerConfig, batcher: Batcher) -> dict[str, Stats]:
     """Do an update; return every rank's stats, added up."""
-    stats = update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {})
+    stats = update(
+        engine,
+        samples,
+        config,
+        batcher,
+        PhaseClock(),
+        beta=config.beta,
+        entropy_coef=config.entropy_coef,
+        requests={},
+    )
     total: dict[str, Stats] = {}
     for of_rank in gather(stats):
         add_stats(total, of_rank)
@@ -94,7 +103,12 @@ def sequences(processor: PictureProcessor | None = None) -> list[Sample]:
         lows = 5.6, 3, 5.6
         old, reference, sampling = (np.float32([-draw.uniform(low, 7) for _ in completion]) for low in lows)
         sampling[[draw.random() < 0.2 for _ in completion]] = np.nan
-        sample = Sample(prompts[number // GENERATIONS], completion, number not in UNFINISHED, ref_logprobs=reference)
+        sample = Sample(
+            prompt_ids=prompts[number // GENERATIONS],
+            completion_ids=completion,
+            finished=number not in UNFINISHED,
+            ref_logprobs=reference,
+        )
         sample.old_logprobs, sample.sampling_logprobs = old, sampling
         made.append(sample)
     return made

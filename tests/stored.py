@@ -10,7 +10,7 @@ from grpo.pool.store import Store
 from grpo.wire.tensors import FilePart
 from grpo.wire.tool_outcomes import Outcome, RunTools
 
-PROBE = Probe([1, 2], [3], [-0.5])
+PROBE = Probe(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
 FOLDER = b"the model's folder"
 
 
@@ -18,9 +18,30 @@ def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-RUN = RunInfo("0123456789abcdef", "runs/a", 100, [2], 2, 4, 0.7, 42, sha(FOLDER), groups_per_round=2)
+RUN = RunInfo(
+    run="0123456789abcdef",
+    name="runs/a",
+    vocab_size=100,
+    eos_token_ids=[2],
+    num_generations=2,
+    max_completion_length=4,
+    temperature=0.7,
+    seed=42,
+    model_files=sha(FOLDER),
+    groups_per_round=2,
+)
 
-TURNS = RunTools(["add"], "f" * 64, "Guess", ["Guess"], None, None, 2048, "auto", None)
+TURNS = RunTools(
+    tools=["add"],
+    schemas="f" * 64,
+    environment="Guess",
+    rewards=["Guess"],
+    max_turns=None,
+    max_tool_calling_iterations=None,
+    max_tool_response_length=2048,
+    tool_call_parser="auto",
+    chat_template_kwargs=None,
+)
 WITH_TURNS = replace(RUN, turns=TURNS)
 
 
@@ -33,7 +54,7 @@ def weights(number: int, size: int = 5000) -> bytes:
 
 
 def put_file(store: Store, data: bytes) -> str:
-    assert store.files.add(FilePart(sha(data), len(data), 0), data) == len(data)
+    assert store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), data) == len(data)
     return sha(data)
 
 
@@ -44,14 +65,28 @@ def put_version(store: Store, number: int, base: int | None = None, whole: bool 
         put_file(store, data)
     if base is not None:
         put_file(store, delta)
-    version = Version(number, sha(data), len(data), whole, base, None if base is None else sha(delta), PROBE)
+    version = Version(
+        version=number,
+        sha256=sha(data),
+        size=len(data),
+        whole=whole,
+        base=base,
+        delta=None if base is None else sha(delta),
+        probe=PROBE,
+    )
     store.add_version(version)
     return version
 
 
 def drawn(task: Task) -> GroupResult:
     ids = [[3 + (task.group + task.attempt) % 50, 2], [5, 6, 7, 8]]
-    return GroupResult(*task.key, ids, [[-0.5] * len(row) for row in ids], [[task.version] * len(row) for row in ids])
+    return GroupResult(
+        group=task.group,
+        attempt=task.attempt,
+        completions=ids,
+        logprobs=[[-0.5] * len(row) for row in ids],
+        versions=[[task.version] * len(row) for row in ids],
+    )
 
 
 def answered(task: Task) -> GroupResult:
@@ -60,6 +95,9 @@ def answered(task: Task) -> GroupResult:
     masks = [[True, True, False, True], [True] * 4]
     logprobs = [[-0.5 if is_drawn else math.nan for is_drawn in mask] for mask in masks]
     messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "é"}]
-    outcomes = [Outcome(True, messages, 1, 0, {"Guess": 1.0}), Outcome(False, messages[:1])]
+    outcomes = [
+        Outcome(finished=True, messages=messages, tool_calls=1, tool_failures=0, rewards={"Guess": 1.0}),
+        Outcome(finished=False, messages=messages[:1]),
+    ]
     versions = [[task.version] * 4] * 2
     return replace(made, completions=segments, logprobs=logprobs, versions=versions, drawn=masks, outcomes=outcomes)

@@ -156,7 +156,7 @@ class Talks:
     def begin(self, length: int = 10_000, messages: list | None = None, name=None, **columns) -> Talk:
         """Begin a completion of at most `length` tokens, with this name, for a row of these columns."""
         prompt = ids_of(self.tokenizer, "a question", ends=False)
-        example = Example(0, "", prompt, columns, messages or [])
+        example = Example(index=0, prompt="", prompt_ids=prompt, columns=columns, messages=messages or [])
         self._begun.append(Talk(self.turns, self.tokenizer, example, length, name))
         return self._begun[-1]
 

@@ -89,7 +89,9 @@ def try_loss(settings: LossSection) -> None:
         sampling_logprobs=torch.tensor([-1.5, torch.nan, -0.5, -2.5, -1.0]),
     )
     try:
-        grpo_loss(tokens, StepSize(3, 5), settings, beta=0.0, entropy_coef=0.0, max_completion_length=4)
+        grpo_loss(
+            tokens, StepSize(sequences=3, tokens=5), settings, beta=0.0, entropy_coef=0.0, max_completion_length=4
+        )
     except ConfigError:
         raise
     except Exception as error:  # it may raise anything
@@ -192,7 +194,7 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
     return k3.detach() + k2 - k2.detach()
 
 
-def adapt_beta(beta: float, kl: float, sequences: int, target: float) -> float:
+def adapt_beta(beta: float, kl: float, *, sequences: int, target: float) -> float:
     """Return the next step's KL coefficient: it grows if the measured KL (nats a token) is above the target. Ziegler et
     al. 2019, arXiv:1909.08593, section 2.2; as in verl, a step of n sequences counts n times."""
     error = min(max(kl / target - 1, -0.2), 0.2)

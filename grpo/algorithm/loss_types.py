@@ -29,7 +29,7 @@ from grpo.config.user_code import load_function, modes_kept
 LOG_RATIO_LIMIT = 20.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSize:
     """The size of a whole optimizer step, over all micro-batches and ranks."""
 
@@ -55,7 +55,7 @@ class _OfSequences:
         return values.new_zeros(len(self.lengths)).index_add(0, owner, values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tokens(_OfSequences):
     """The inputs of the loss."""
 
@@ -82,7 +82,7 @@ VESPO_K_NEG, VESPO_LAMBDA_NEG = 3.0, 2.0
 _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossInputs(_OfSequences):
     """The inputs of a loss type, and the size of the whole step."""
 

@@ -91,7 +91,7 @@ class Balancer:
                 load = 0
                 raise
             finally:
-                self._release(server, size, load, sent_at, failure)
+                self._release(server, size=size, load=load, sent_at=sent_at, failure=failure)
 
     def use_only(self, fingerprint: str) -> None:
         """Accept answers of this model only, from now on. Requests in flight to an older one are sent again."""
@@ -157,7 +157,7 @@ class Balancer:
                 self._changed.wait(min(0.2, left))
         raise ServerError(f"{name} was given up: the client is closed")
 
-    def _release(self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None) -> None:
+    def _release(self, server: Server, *, size: int, load: int, sent_at: float, failure: RequestFailure | None) -> None:
         """Record the end of a request, and take a failed server out of rotation. `load` is 0 for a refused request."""
         now = time.monotonic()
         with self._changed:

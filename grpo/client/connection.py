@@ -24,7 +24,7 @@ _FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # the setting t
 Answer = TypeVar("Answer", LogprobsAnswer, RewardAnswer)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightsToSend:
     """A file of weights for the servers."""
 
@@ -59,7 +59,7 @@ class Connection:
         with open(weights.file, "rb") as file:
             post = partial(self._post, url, WEIGHTS_PATH, seconds)
             yield from sessions.send_pieces(file, weights.size, weights.sha256, post)
-        commit = Commit(weights.sha256, replaces, weights.fingerprint)
+        commit = Commit(sha256=weights.sha256, replaces=replaces, becomes=weights.fingerprint)
         self._post(url, COMMIT_PATH, seconds, asdict(commit), b"")
 
     def _post(self, url: str, path: str, seconds: float, query: dict | None, body: bytes) -> requests.Response:

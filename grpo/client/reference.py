@@ -100,7 +100,7 @@ def make_client_name(run: str) -> str:
 
 
 def check_reference(
-    config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, any_version=False, has_pictures=False
+    config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, *, any_version=False, has_pictures=False
 ) -> None:
     """Raise ServerError for a reference of another model than the policy starts from, or of shorter sequences. With
     `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with the
@@ -185,9 +185,9 @@ class ReferenceClient(TaskClient):
         """Request the log-probs of groups, each (name in messages, prompt, completions); return at once. Small groups
         share a request; after a failed one, no groups do for `ref_deadline` seconds. Each group's future gives float32
         [len(completion)] for each completion, or raises ServerError."""
+        make = partial(LogprobsRequest.of, temperature=self._config.temperature, client=self._client_id)
         asked: list[_Asked] = [
-            (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
-            for name, prompt_ids, completions in groups
+            (make(prompt_ids, completions, request_id=name), Future()) for name, prompt_ids, completions in groups
         ]
         may_share = time.monotonic() >= self._alone_until
         for shared in cut_requests(asked) if may_share else ([request] for request in asked):
@@ -261,7 +261,7 @@ class RewardClient(TaskClient):
         futures = []
         for start in range(0, len(conversations), _CHATS_PER_REQUEST):
             chats = conversations[start : start + _CHATS_PER_REQUEST]
-            request = RewardRequest(chats, f"completions {start} and on", self._client_id)
+            request = RewardRequest(inputs=chats, request_id=f"completions {start} and on", client=self._client_id)
             futures.append(self._threads.submit(self._get_scores, request))
         answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
         return [score for scores in answers for score in scores.tolist()]

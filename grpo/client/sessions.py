@@ -54,7 +54,7 @@ def send_pieces(file: BinaryIO, size: int, sha256: str, post: Callable) -> Itera
     RequestFailure if the server does not take it in, and the errors of `post`."""
     data, received = b"", 0
     while True:
-        response = post(asdict(FilePart(sha256, size, received)), data)
+        response = post(asdict(FilePart(sha256=sha256, size=size, offset=received)), data)
         try:
             now_received = int(response.json()["received"])
         except (ValueError, KeyError, TypeError) as error:

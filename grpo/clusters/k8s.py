@@ -38,7 +38,7 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
         log.info("the manifests are in %s: kubectl apply -f %s", config.render, config.render)
         return 0
     command = ["kubectl", *shlex.split(config.on_args or ""), "apply", "-f", "-"]
-    done = run_tool(config, command, "install it, or --render FILE", text)
+    done = run_tool(config, command, "install it, or --render FILE", text=text)
     config.check(done.returncode == 0, on=one_line(done.stderr))
     log.info("applied: kubectl logs --follow job/%s", name_of(config))
     return 0

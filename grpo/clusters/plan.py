@@ -30,7 +30,7 @@ OF_POOL = {"pool_url", "pool_folder"}  # settings that only a launcher and the p
 _CPUS, _MEMORY = 8, 64  # cores and GiB of memory that a program wants for each of its GPUs
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Share:
     """What this machine runs of `world_size` ranks: `ranks` of them on its `cards`, from number `first` on."""
 
@@ -65,10 +65,17 @@ def share_of(config: LaunchConfig, cards: list[str], nnodes: int | None = None) 
     end = max(0, left[node])
     worker_cards = cards[end : end + workers[node]] if cards else [""] * workers[node]
     here = server_cards if node == 0 else None
-    return Share(sum(ranks[:node]), ranks[node], sum(ranks), cards[:end], here, worker_cards)
+    return Share(
+        first=sum(ranks[:node]),
+        ranks=ranks[node],
+        world_size=sum(ranks),
+        cards=cards[:end],
+        server_cards=here,
+        worker_cards=worker_cards,
+    )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Role:
     """Processes of one program of a run."""
 
@@ -91,13 +98,16 @@ def roles_of(config: LaunchConfig) -> list[Role]:
     ranks = share_of(config, list(map(str, range(config.gpus_per_node)))).world_size
     config.check_ranks(ranks)
     gpus = min(1, config.gpus_per_node)
-    roles = [Role("server", 1, ["ref_server.py"], gpus)] if config.starts_server else []
+    roles = [Role(name="server", count=1, words=["ref_server.py"], gpus=gpus)] if config.starts_server else []
     if config.workers:
-        roles.append(Role("pool", 1, pool_words(config)))
-        roles.append(Role("worker", config.workers, worker_words(config), gpus, waits_for="pool"))
+        roles.append(Role(name="pool", count=1, words=pool_words(config)))
+        roles.append(Role(name="worker", count=config.workers, words=worker_words(config), gpus=gpus, waits_for="pool"))
     asked = " and ".join(role.name for role in roles if role.name != "worker")
     end = "all end; a lost rank: all ranks start again"
-    return [Role("trainer", ranks, ["grpo_ref_split.py"], gpus, waits_for=asked, at_its_end=end), *roles]
+    return [
+        Role(name="trainer", count=ranks, words=["grpo_ref_split.py"], gpus=gpus, waits_for=asked, at_its_end=end),
+        *roles,
+    ]
 
 
 def pool_words(config: LaunchConfig) -> list[str]:
@@ -150,7 +160,7 @@ def run_again(run: Path, attempt: Callable[[], int | None]) -> int:
     return code
 
 
-def run_tool(config: LaunchConfig, command: list[str], remedy: str, text: str = "") -> subprocess.CompletedProcess:
+def run_tool(config: LaunchConfig, command: list[str], remedy: str, *, text: str = "") -> subprocess.CompletedProcess:
     """Run a command of the engine's on a text to its end. Raises ConfigError, with a remedy, if it is not installed."""
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True)

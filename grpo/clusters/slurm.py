@@ -34,16 +34,18 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     Path(config.output_dir).parent.mkdir(parents=True, exist_ok=True)  # for its log
     # SLURM would keep a job that no nodes can ever take.
     remedy = "start this on a login node, or --render FILE"
-    refusal = run_tool(config, ["sbatch", "--test-only"], remedy, text).stderr
+    refusal = run_tool(config, ["sbatch", "--test-only"], remedy, text=text).stderr
     config.check(
         "node configuration is not available" not in refusal, nnodes=f"the cluster has none such: {one_line(refusal)}"
     )
-    done = run_tool(config, ["sbatch", "--parsable"], remedy, text)
+    done = run_tool(config, ["sbatch", "--parsable"], remedy, text=text)
     config.check(done.returncode == 0, on=f"{one_line(done.stderr)}: on_args has options of sbatch")
     number = done.stdout.strip().partition(";")[0]
     log.info(
         "job %s is submitted; its log: %s; to save and end it: grpo stop %s",
-        *(number, log_of(config), shlex.quote(config.output_dir)),
+        number,
+        log_of(config),
+        shlex.quote(config.output_dir),
     )
     return 0
 

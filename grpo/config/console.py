@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, NoReturn
 
 from grpo.config.errors import ConfigError
@@ -61,7 +60,11 @@ def start_program(words: list[str], environment: Mapping[str, str], **options: A
 def start_command(words: list[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
     """Start a command in a session of its own, which a Ctrl-C in the terminal does not reach. If this process is
     killed, the kernel kills it. `options` are Popen's; its streams are text."""
-    die_together = partial(ctypes.CDLL(None).prctl, _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    prctl = ctypes.CDLL(None).prctl
+
+    def die_together() -> None:
+        prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
     options |= {"start_new_session": True, "preexec_fn": die_together, "text": True}
     return subprocess.Popen(words, env=environment, **options)
 

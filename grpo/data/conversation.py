@@ -70,8 +70,14 @@ class Conversation:
             # Without a picture to place, `<image>` is text.
             new = place_pictures([{"role": "user", "content": question}], len(self._next_pictures) or None)
             messages = [*self._messages, *new]
-            settings = self._config.system_prompt, self._config.chat_template_kwargs
-            prompt = render_prompt(self._tokenizer, messages, *settings, pictures=len(pictures), tools=tools)
+            prompt = render_prompt(
+                self._tokenizer,
+                messages,
+                self._config.system_prompt,
+                template_kwargs=self._config.chat_template_kwargs,
+                pictures=len(pictures),
+                tools=tools,
+            )
             prompt_ids = tokenize_prompt(self._tokenizer, prompt, self._processor, pictures)
         except PictureCountError as error:
             raise NotAsked(f"the question has other places than pictures ({error}): ask it again") from error
@@ -79,7 +85,7 @@ class Conversation:
             excess = f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self.longest}"
             raise NotAsked(f"{excess}: ask less at a time, begin a new one with {NEW}, or use --no_keep_history")
         self._messages, self._pictures, self._next_pictures = messages, pictures, []
-        return Example(0, prompt, prompt_ids, columns)
+        return Example(index=0, prompt=prompt, prompt_ids=prompt_ids, columns=columns)
 
     def answered(self, answer: Rollout) -> None:
         if answer.outcome is None:

@@ -91,15 +91,24 @@ def make_example(
         rendered, system_prompt = prompt, ""
         prompt_ids = chat.tokenize_text(tokenizer, prompt)
     else:
-        settings = system_prompt, config.chat_template_kwargs
-        rendered = chat.render_prompt(tokenizer, prompt, *settings, place, count, tools)
+        rendered = chat.render_prompt(
+            tokenizer, prompt, system_prompt, config.chat_template_kwargs, place=place, pictures=count, tools=tools
+        )
         prompt_ids = chat.tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
     messages, conversation = chat.chat_messages(prompt, system_prompt), prompt if isinstance(prompt, list) else None
     if pictures:
         messages = chat.place_pictures(messages, count)
         conversation = conversation and _fill(chat.place_pictures(conversation, count), pictures)
     messages = chat.text_of_messages(messages)
-    return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
+    return Example(
+        index=index,
+        prompt=rendered,
+        prompt_ids=prompt_ids,
+        columns=columns,
+        messages=messages,
+        gold=gold,
+        conversation=conversation,
+    )
 
 
 def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str) -> None:

@@ -161,7 +161,9 @@ def _log_examples(config: AnsweringConfig, split: str, examples: list[Example], 
         log.warning(
             "%s: the model's chat template leaves the system message out of %d of %d prompts: put the instructions "
             "into the prompts",
-            *(split, without_system, len(examples)),
+            split,
+            without_system,
+            len(examples),
         )
     if column is not None:
         pictured = sum(bool(pictures_of(example.prompt_ids)) for example in examples)

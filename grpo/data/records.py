@@ -14,7 +14,7 @@ from grpo.wire.rewards import Message
 from grpo.wire.tool_outcomes import Outcome, cut_segments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Example:
     """One problem of a dataset, ready to be sampled from."""
 
@@ -28,7 +28,7 @@ class Example:
     source: str = ""  # the label of its dataset, where several are mixed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
 
@@ -54,7 +54,7 @@ class Rollout:
         return sum(is_drawn for is_drawn, _ in cut_segments(self.completion_ids, self.drawn))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """The completions of one prompt, of which those that are trained on are compared with each other."""
 
@@ -71,7 +71,7 @@ class Group:
         return {place: self.rollouts[place] for place in places}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Sample:
     """One completion with all that the loss needs. Its log-probs are those of the T tokens that the policy drew, which
     the update trains on: all but the tokens of answers."""
@@ -105,7 +105,7 @@ def rewards_by_name(functions: Sequence[str], rewards: Sequence[float]) -> dict[
     return {f"rewards/{name}": value for name, value in zip(functions, rewards, strict=True)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """What one step of a round trains on: this rank's share."""
 
@@ -120,7 +120,13 @@ class StepBatch:
         copies = len(self.samples) // len(self.groups)
         groups, by_function, samples = self.groups[start:end], self.by_function[:, start:end], self.samples
         samples = samples[start * copies : end * copies]
-        return StepBatch(groups, by_function, self.rewards[start:end], self.signal[start:end], samples)
+        return StepBatch(
+            groups=groups,
+            by_function=by_function,
+            rewards=self.rewards[start:end],
+            signal=self.signal[start:end],
+            samples=samples,
+        )
 
     def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what

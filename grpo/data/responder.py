@@ -63,6 +63,7 @@ def show_answer(message: Mapping[str, Any]) -> str:
 def make_rollout(
     tokenizer: PreTrainedTokenizerBase,
     eos_token_ids: Sequence[int],
+    *,
     ids: list[int],
     logprobs: list[float],
     policy_version: int,
@@ -73,4 +74,12 @@ def make_rollout(
     segments = [segment for is_drawn, segment in cut_segments(ids, drawn) if is_drawn]
     text = "\n".join(tokenizer.decode(segment, skip_special_tokens=True) for segment in segments)
     finished = ids[-1] in eos_token_ids if outcome is None else outcome.finished
-    return Rollout(ids, finished, text, logprobs, policy_version, drawn, outcome)
+    return Rollout(
+        completion_ids=ids,
+        finished=finished,
+        text=text,
+        sampling_logprobs=logprobs,
+        policy_version=policy_version,
+        drawn=drawn,
+        outcome=outcome,
+    )

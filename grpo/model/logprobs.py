@@ -149,7 +149,7 @@ def recompute(model: nn.Module, wanted: bool) -> None:
             layer.training = wanted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Head:
     """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32. Some models
     scale their logits, or the hidden states before lm_head: by `logit_scale` (Cohere), `lm_head_multiplier` (Falcon-H1)
@@ -169,7 +169,8 @@ class Head:
         scale, multiplier, scaling = (getattr(config, name, None) or 1.0 for name in names)
         scale *= multiplier * scaling if config.model_type == "hyperclovax" else multiplier / scaling
         softcap = getattr(config, "final_logit_softcapping", None)
-        return cls(linear.weight, getattr(linear, "bias", None), scale, softcap, temperature)
+        bias = getattr(linear, "bias", None)
+        return cls(weight=linear.weight, bias=bias, scale=scale, softcap=softcap, temperature=temperature)
 
     def logits(self, hidden: Tensor, tokens: slice, buffer: Tensor | None = None) -> Tensor:
         """Compute logits over the temperature: [n, hidden size] -> float32 [n, len(tokens)], perhaps in `buffer`."""

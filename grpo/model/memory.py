@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class Pictures:
         return inputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """The bytes that one process needs."""
 
@@ -100,9 +100,9 @@ class Memory:
         return self.tensors(phase) + self.margin(phase)
 
 
-def server_memory(model: PreTrainedModel, quantization: str, tokens: int, longest: int, device_type: str) -> Memory:
+def server_memory(model: PreTrainedModel, quantization: str, tokens: int, *, longest: int, device_type: str) -> Memory:
     """Return a server's memory for a pass of `tokens` in sequences of at most `longest`. Raises as `activations`."""
-    pass_terms = {"activations": activations(model, tokens, longest, device_type, GROUP + 1)}
+    pass_terms = {"activations": activations(model, tokens, longest=longest, device_type=device_type, copies=GROUP + 1)}
     return Memory(
         outside={"process": CUDA_PROCESS if device_type == "cuda" else SERVER_PROCESS},
         standing={"weights": weights(model, quantization)},
@@ -156,10 +156,10 @@ def attention_widths(model: PreTrainedModel) -> tuple[int, int]:
 def activations(
     model: PreTrainedModel,
     tokens: int,
+    *,
     longest: int,
     device_type: str,
     copies: float = 1.0,
-    *,
     padded: bool = False,
     backward: bool = False,
     pictures: Pictures | None = None,
@@ -168,7 +168,7 @@ def activations(
     `copies`: how often a key of a packed batch is laid out (grpo/model/tree_attention.py), on average. `padded`: the
     batch is `generate`'s. `backward`: a backward pass follows, with recomputation if the model is set to it. The model
     is on device meta, and must not change between two calls. Raises NotImplementedError if it does not run there."""
-    beside = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
+    beside = _beside_attention(model, tokens, longest, device_type, copies=copies, padded=padded, backward=backward)
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
     embeddings = model.get_input_embeddings()
     fed = pictures.inputs(model, tokens) if pictures is not None else {}
@@ -207,7 +207,8 @@ def _counted_attention(model: PreTrainedModel, beside: tuple[int, int]) -> Itera
 
     def attention(module, query, key, value, attention_mask, **options):
         # The vision tower's, which is not causal, has a fused kernel.
-        out = _Attention.apply(query, key, value, *(beside if getattr(module, "is_causal", True) else (0, 0)))
+        kept, dropped = beside if getattr(module, "is_causal", True) else (0, 0)
+        out = _Attention.apply(query, key, value, kept, dropped)
         return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
 
     implementation = model.config._attn_implementation
@@ -227,7 +228,7 @@ def _counted_attention(model: PreTrainedModel, beside: tuple[int, int]) -> Itera
 
 
 def _beside_attention(
-    model: PreTrainedModel, tokens: int, longest: int, device_type: str, copies: float, padded: bool, backward: bool
+    model: PreTrainedModel, tokens: int, longest: int, device_type: str, *, copies: float, padded: bool, backward: bool
 ) -> tuple[int, int]:
     """Return the bytes beside queries, keys, values and result in a layer: kept for a backward pass, and dropped."""
     config, item, (queries, keys) = model.config.get_text_config(), model.dtype.itemsize, attention_widths(model)
@@ -333,8 +334,9 @@ def server_report(config: ServerConfig) -> str:
     limit = longest_sequence(model.config) or BATCHES[-1]
     longest, budget = min(config.max_length or limit, limit), config.batch_tokens(device.type)
     try:
-        batch = server_memory(model, config.quantization, budget, min(budget, longest), device.type)
-        alone = server_memory(model, config.quantization, longest, longest, device.type)
+        needed = partial(server_memory, model, config.quantization, device_type=device.type)
+        batch = needed(budget, longest=min(budget, longest))
+        alone = needed(longest, longest=longest)
         fits = fit(on_meta(config, card_dtype), config.quantization, longest)
     except NotImplementedError as error:
         reason = f"no estimate of its memory ({error}): start the server without --estimate"
@@ -371,7 +373,7 @@ def on_meta(config: SharedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def fit(model: PreTrainedModel, quantization: str, longest: int) -> dict[int, int]:
     """Return for each card the largest of BATCHES, with sequences as long as it or `longest`; 0 if none fits."""
     cards = {
-        batch: smallest_card(server_memory(model, quantization, batch, min(batch, longest), "cuda"))
+        batch: smallest_card(server_memory(model, quantization, batch, longest=min(batch, longest), device_type="cuda"))
         for batch in BATCHES
     }
     return {card: max((batch for batch in BATCHES if cards[batch] <= card), default=0) for card in CARDS}

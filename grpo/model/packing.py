@@ -75,7 +75,7 @@ class Tree:
         return self._ends[device]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Sequences with T completion tokens to predict in all, laid out for one forward pass."""
 
@@ -203,7 +203,7 @@ def _packed(sequences: Sequences, groups: list[list[int]], vision: Vision | None
             start += count
     row = np.concatenate(ids)[None]
     position_ids = np.expand_dims(_joined(positions), -2)
-    return _Layout(row, position_ids, Tree(lengths, blocks), places, prompts)
+    return _Layout(ids=row, position_ids=position_ids, tree=Tree(lengths, blocks), places=places, prompts=prompts)
 
 
 def _padded(sequences: Sequences, pad_token_id: int, vision: Vision | None) -> _Layout:
@@ -221,7 +221,7 @@ def _padded(sequences: Sequences, pad_token_id: int, vision: Vision | None) -> _
         of_prompts = [_positions(prompt, vision) for prompt, _ in prompts]
         rows = [_joined([part, _following(part, width - part.shape[-1])]) for part in of_prompts]
         position_ids = np.stack([np.broadcast_to(row, (3, width)) for row in rows], axis=1)
-    return _Layout(ids, position_ids, None, places, prompts)
+    return _Layout(ids=ids, position_ids=position_ids, tree=None, places=places, prompts=prompts)
 
 
 def _batch(
@@ -230,7 +230,7 @@ def _batch(
     ids, position_ids, tree, places, prompts = layout
     completions = [np.asarray(completion, np.int64) for _, completion in sequences]
     marks = [np.ones(len(of), bool) if some is None else some for of, some in zip(completions, predicted, strict=True)]
-    arrays = [np.concatenate(values)[np.concatenate(marks)] for values in (places, completions)]
+    predicts, targets = (np.concatenate(values)[np.concatenate(marks)] for values in (places, completions))
     pictures: dict[str, Tensor] = {}
     outside = np.zeros(ids.size, bool)
     if pictured := [(prompt, start) for prompt, start in prompts if isinstance(prompt, PicturedPrompt)]:
@@ -242,12 +242,13 @@ def _batch(
         if tree is None and vision.types_name is not None:
             pictures[vision.types_name] = torch.from_numpy((pieces & ~outside).reshape(ids.shape).astype(np.int64))
     return Batch(
-        torch.from_numpy(ids).to(device),
-        None if position_ids is None else torch.from_numpy(position_ids).to(device),
-        tree,
-        *(torch.from_numpy(values).to(device) for values in arrays),
-        {name: value.to(device) for name, value in pictures.items()},
-        torch.from_numpy(outside.nonzero()[0]).to(device) if outside.any() else None,
+        input_ids=torch.from_numpy(ids).to(device),
+        position_ids=None if position_ids is None else torch.from_numpy(position_ids).to(device),
+        tree=tree,
+        predicts=torch.from_numpy(predicts).to(device),
+        targets=torch.from_numpy(targets).to(device),
+        pictures={name: value.to(device) for name, value in pictures.items()},
+        not_pieces=torch.from_numpy(outside.nonzero()[0]).to(device) if outside.any() else None,
     )
 
 
@@ -260,11 +261,11 @@ def _part(batch: Batch, ranks: RowRanks) -> Batch:
     rank_of = batch.predicts // share
     mine = (rank_of == ranks.rank).nonzero()[:, 0]
     return Batch(
-        ids[ranks.rank],
-        positions[ranks.rank],
-        Tree([*batch.tree.groups, (rest, [])], [*batch.tree.blocks, None]) if rest else batch.tree,
-        batch.predicts[mine] - ranks.rank * share,
-        batch.targets[mine],
+        input_ids=ids[ranks.rank],
+        position_ids=positions[ranks.rank],
+        tree=Tree([*batch.tree.groups, (rest, [])], [*batch.tree.blocks, None]) if rest else batch.tree,
+        predicts=batch.predicts[mine] - ranks.rank * share,
+        targets=batch.targets[mine],
         parts=RowParts(ranks, rank_of.bincount(minlength=ranks.size).tolist(), rank_of.argsort(stable=True).argsort()),
     )
 

@@ -100,7 +100,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, inputs: Iterable[Input], max_le
 
 
 def read_request(
-    tokenizer: PreTrainedTokenizerBase, body: bytes, max_length: int, max_sequences: int, max_tokens: int
+    tokenizer: PreTrainedTokenizerBase, body: bytes, *, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
     """Read a request's texts as prompts without a completion. Raises ProtocolError: 400; 413 and 422 beyond limits."""
     request = RewardRequest.from_json(body, max_sequences)
@@ -112,7 +112,11 @@ def read_request(
         check_number("tokens", tokens, max_tokens)
     lengths = np.array([len(text) for text in ids], np.int32)
     return LogprobsRequest(
-        np.concatenate(ids), lengths, np.zeros_like(lengths), request_id=request.request_id, client=request.client
+        input_ids=np.concatenate(ids),
+        prompt_lengths=lengths,
+        completion_lengths=np.zeros_like(lengths),
+        request_id=request.request_id,
+        client=request.client,
     )
 
 

@@ -44,7 +44,7 @@ class Fed(NamedTuple):
 class SharedCache:
     """Keys and values of up to `rows` rows, and of up to `slots` prompts with up to `copies` rows each."""
 
-    def __init__(self, rows: int, slots: int, copies: int, longest_prompt: int, longest_completion: int):
+    def __init__(self, *, rows: int, slots: int, copies: int, longest_prompt: int, longest_completion: int):
         self._rows, self._slots, self._copies = rows, slots, copies
         self._longest_prompt, self._longest_completion = longest_prompt, longest_completion
         self.room = 0  # tokens of each row that there is room for
@@ -83,7 +83,7 @@ class SharedCache:
         self._rows = rows
         return True
 
-    def step(self, shape: Shape, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:
+    def step(self, shape: Shape, *, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:
         """Prepare the next forward pass, one token for each of the first rows. `cells` [2, rows]: the slot of each
         row's prompt, and its number among that prompt's rows. `prompts` [rows]: tokens of its prompt. `places` [rows]:
         which of the row's tokens it is. `rows_of` [slots, copies]: the row in each cell, any row in an empty one."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowRanks:
     """The ranks that share rows with this one, itself among them."""
 
@@ -34,7 +34,7 @@ class RowRanks:
         firsts = range(0, dist.get_world_size(), size)
         groups = [dist.new_group(range(first, first + size)) for first in firsts]
         number, rank = divmod(dist.get_rank(), size)
-        return cls(groups[number], size, rank)
+        return cls(group=groups[number], size=size, rank=rank)
 
     def gather(self, values: list) -> tuple[list, slice]:
         """Return the values of all these ranks, in their order, and which are this one's: those are the same objects.
@@ -58,8 +58,8 @@ class RowParts:
         """Attend over the whole row with this rank's heads. Shapes as in grpo/model/tree_attention.py, of the part."""
         if (copies := self.ranks.size // key.shape[1]) > 1:  # fewer key heads than ranks
             key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-        of_row = (_Exchange.apply(states, self.ranks.group, 1, 2) for states in (query, key, value))
-        return _Exchange.apply(packed(*of_row, *more), self.ranks.group, 1, 2)
+        query, key, value = (_Exchange.apply(states, self.ranks.group, 1, 2) for states in (query, key, value))
+        return _Exchange.apply(packed(query, key, value, *more), self.ranks.group, 1, 2)
 
     def join(self, values: Tensor | None) -> Tensor | None:
         """Return all tokens' values, [T], of this rank's, on every rank. The gradient goes back through these alone."""
@@ -71,7 +71,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states, group, cut, joined):
-        ctx.group, ctx.dimensions = group, (joined, cut)
+        ctx.group, ctx.cut, ctx.joined = group, cut, joined
         sent = torch.stack(states.chunk(dist.get_world_size(group), dim=cut))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
@@ -79,13 +79,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _Exchange.apply(gradient, ctx.group, *ctx.dimensions), None, None, None
+        return _Exchange.apply(gradient, ctx.group, ctx.joined, ctx.cut), None, None, None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, counts, ranks):
-        ctx.place = sum(counts[: ranks.rank]), len(values)
+        ctx.begin, ctx.count = sum(counts[: ranks.rank]), len(values)
         padded = F.pad(values, (0, max(counts) - len(values)))
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=ranks.group)
@@ -93,4 +93,4 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.narrow(0, *ctx.place), None, None
+        return gradient.narrow(0, ctx.begin, ctx.count), None, None

@@ -38,19 +38,20 @@ def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Sco
     for place, ((prompt, completions), blocks, group) in enumerate(zip(tree.groups, tree.blocks, parts, strict=True)):
         if completions and blocks is None and sum(completions) + prompt <= ROWS:
             mask = _group_mask(prompt, tuple(completions), scoring.window, query.dtype, query.device)
-            out.append(_attend(*group, mask, scoring))
+            queries, keys, values = group
+            out.append(_attend(queries, keys, values, mask, scoring))
             continue
         of_segments = (states.split([prompt, *completions], dim=2) for states in group)
-        of_prompt, *of_completions = zip(*of_segments, strict=True)
+        (queries, prompt_keys, prompt_values), *of_completions = zip(*of_segments, strict=True)
         if blocks is None:
-            out += _causal(*of_prompt, scoring)
+            out += _causal(queries, prompt_keys, prompt_values, scoring)
         else:
             if (of_layers := (place, scoring.window, query.dtype, query.device)) not in tree.masks:
                 tree.masks[of_layers] = _picture_mask(blocks, scoring.window, query.dtype, query.device)
-            out.append(_attend(*of_prompt, tree.masks[of_layers], scoring))
-        for queries, *own in of_completions:
-            seen = (torch.cat(pair, dim=2) for pair in zip(of_prompt[1:], own, strict=True))
-            out += _causal(queries, *seen, scoring)
+            out.append(_attend(queries, prompt_keys, prompt_values, tree.masks[of_layers], scoring))
+        for queries, own_keys, own_values in of_completions:
+            keys, values = torch.cat([prompt_keys, own_keys], dim=2), torch.cat([prompt_values, own_values], dim=2)
+            out += _causal(queries, keys, values, scoring)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
@@ -71,13 +72,15 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
         return torch.cat(ordered, dim=2)[0].transpose(0, 1)
 
     # Flash attention's causal mask is aligned to the end of the keys, so a completion sees its whole prompt.
+    query_ends, key_ends = tree.ends(query.device)
     out = varlen_attn(
         query[0].transpose(0, 1),
         laid_out(key),
         laid_out(value),
-        *tree.ends(query.device),
-        max(tree.segments),
-        max(tree.key_lengths),
+        cu_seq_q=query_ends,
+        cu_seq_k=key_ends,
+        max_q=max(tree.segments),
+        max_k=max(tree.key_lengths),
         scale=scoring.scaling,
         window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
         **_grouped(query.shape[1] > key.shape[1]),
@@ -145,15 +148,16 @@ def _dispatch(
         attend = packed if parts is None else partial(parts.attend, packed)
         return attend(query, key, value, tree, scoring), None
     attend = _after_rows if shared_cache.fed else SharedCache.attend
-    return attend(shared_cache, module.layer_idx, query, key, value, scoring), None
+    out = attend(shared_cache, module.layer_idx, query=query, key=key, value=value, scoring=scoring)
+    return out, None
 
 
 def _after_rows(cache: SharedCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attend from the tokens that are fed to rows to all that each row has. Shapes as in `segments`."""
     out: list[Tensor] = []
     parts = query.split([fed.count for fed in cache.fed], dim=2)
-    for queries, seen in zip(parts, cache.extend(layer, key, value), strict=True):
-        out += _causal(queries, *seen, scoring)
+    for queries, (keys, values) in zip(parts, cache.extend(layer, key, value), strict=True):
+        out += _causal(queries, keys, values, scoring)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 

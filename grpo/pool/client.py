@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LeaseReply:
     """The answer to a worker that asks for tasks."""
 
@@ -50,7 +50,7 @@ class PoolClient:
     """HTTP to a pool, from any thread. Every request raises RequestFailure and ServerError."""
 
     def __init__(
-        self, urls: str, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
+        self, urls: str, *, token: str | None = None, ref_ca_file: str | None = None, request_timeout: float = 120.0
     ):
         """`urls`: one, or those of several pools on one database, with commas: clients are spread over them, and go to
         the next when theirs does not answer. `request_timeout`: seconds without an answer, beyond those of waiting.
@@ -94,7 +94,13 @@ class PoolClient:
         def decode(body: bytes) -> LeaseReply:
             tasks, (_, metadata) = decode_tasks(body, self._vocab_size), read_tensors(body)
             version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
-            return LeaseReply(tasks, float(metadata["lease_seconds"]), metadata["run"], version, sha256)
+            return LeaseReply(
+                tasks=tasks,
+                seconds=float(metadata["lease_seconds"]),
+                run=metadata["run"],
+                version=version,
+                sha256=sha256,
+            )
 
         return sessions.decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 

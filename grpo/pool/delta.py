@@ -40,7 +40,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def make_delta(old: Path, new: Path, delta: Path, limit: int) -> int | None:
+def make_delta(old: Path, new: Path, *, delta: Path, limit: int) -> int | None:
     """Write the delta between files of the same tensors. Return its bytes; None, and no file, if above `limit`."""
     unfinished = delta.with_name(delta.name + ".unfinished")
     with open(old, "rb") as old_file, open(new, "rb") as new_file:
@@ -62,7 +62,7 @@ def make_delta(old: Path, new: Path, delta: Path, limit: int) -> int | None:
     return length
 
 
-def apply_delta(old: Path, delta: Path, new: Path, sha256: str) -> None:
+def apply_delta(old: Path, delta: Path, *, new: Path, sha256: str) -> None:
     """Apply a delta to `old`, and write the result, which must have this SHA-256, to `new`. The delta may be a
     stranger's: memory does not grow with it, and `new` is as long as `old`. Raises DeltaError if it is damaged or leads
     from or to another file, OSError; `new` is then unchanged."""

@@ -24,7 +24,7 @@ MOST_TASKS = 4096  # most tasks or groups of one request
 ADAPTER = "adapter"  # folder, in that of a model, with an adapter_config.json
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """The facts that all tasks of a run share. A pool serves one run."""
 
@@ -73,7 +73,7 @@ class RunInfo:
         return info if info.turns is None else replace(info, turns=RunTools.of_fields(info.turns))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A group to draw."""
 
@@ -89,7 +89,7 @@ class Task:
         return self.group, self.attempt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupResult:
     """The completions of a group."""
 
@@ -118,7 +118,7 @@ class GroupResult:
         return sum(map(len, self.completions)) if self.drawn is None else sum(map(sum, self.drawn))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Probe:
     """A sequence with the trainer's own log-probs, by which a worker proves that its engine has a version."""
 
@@ -128,7 +128,7 @@ class Probe:
     pictures: tuple[str, ...] = ()  # as of a Task
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Version:
     """The weights of a version of the policy, as files that the pool holds."""
 
@@ -169,7 +169,7 @@ class Version:
         return replace(version, probe=replace(probe, pictures=tuple(probe.pictures)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lease:
     """A worker's request for tasks, which is its heartbeat too."""
 

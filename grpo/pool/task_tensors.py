@@ -72,8 +72,18 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     for text in filter(None, texts):
         check_columns(text)
     texts = texts or [""] * len(prompts)
-    rows = zip(*(column.tolist() for column in columns[:-1]), prompts, texts, pictures, strict=True)
-    return [Task(*key, prompt.tolist(), text, names) for *key, prompt, text, names in rows]
+    keys = np.stack(columns[:-1], axis=1).tolist()  # group, attempt, version
+    return [
+        Task(
+            group=group,
+            attempt=attempt,
+            version=version,
+            prompt_ids=prompt.tolist(),
+            columns=text,
+            pictures=names,
+        )
+        for (group, attempt, version), prompt, text, names in zip(keys, prompts, texts, pictures, strict=True)
+    ]
 
 
 def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str]] | None = None) -> bytes:
@@ -96,7 +106,11 @@ def decode_drawn(body: bytes) -> list[GroupResult]:
     """Read groups. Raises ProtocolError: 400 for a malformed body, 413 for too many groups."""
     tensors, _ = read_tensors(body)
     groups, attempts, copies, lengths = (int32(tensors, name) for name in (*_GROUPS, "completion_lengths"))
-    of_tokens = [int32(tensors, "completion_ids"), float32(tensors, "logprobs"), int32(tensors, "versions")]
+    of_tokens = {
+        "completion_ids": int32(tensors, "completion_ids"),
+        "logprobs": float32(tensors, "logprobs"),
+        "versions": int32(tensors, "versions"),
+    }
     known = {*_GROUPS, "completion_lengths", "completion_ids", "logprobs", "versions"}
     has_turns = _check_names(tensors, known, _OF_TURNS)
     check_number("groups", len(groups), MOST_TASKS)
@@ -105,17 +119,30 @@ def decode_drawn(body: bytes) -> list[GroupResult]:
         mask = uint8(tensors, "drawn")
         if mask.max(initial=0) > 1:
             raise malformed(f"drawn has {mask.max()}: send 0 or 1")
-        of_tokens.append(mask.astype(bool))
-    _check_lengths("tokens", of_tokens)
+        of_tokens["drawn"] = mask.astype(bool)
+    _check_lengths("tokens", [*of_tokens.values()])
     if any(column.min(initial=0) < 0 for column in (groups, attempts, copies)):
         raise malformed("a group, attempt or number of copies is below 0")
-    rows = [[part.tolist() for part in _cut(values, lengths, least=1)] for values in of_tokens]
+    rows: dict[str, list] = {
+        name: [part.tolist() for part in _cut(values, lengths, least=1)] for name, values in of_tokens.items()
+    }
     if copies.sum(dtype=np.int64) != len(lengths):
         raise malformed(f"copies add up to {copies.sum(dtype=np.int64)}, and there are {len(lengths)} completions")
     if has_turns:
-        rows.append([Outcome.of_json(text) for text in _read_texts("outcome", tensors, len(lengths))])
+        rows["outcomes"] = [Outcome.of_json(text) for text in _read_texts("outcome", tensors, len(lengths))]
     each = np.stack([groups, attempts, np.cumsum(copies) - copies, np.cumsum(copies)], axis=1).tolist()
-    return [GroupResult(group, attempt, *(parts[start:end] for parts in rows)) for group, attempt, start, end in each]
+    return [
+        GroupResult(
+            group=group,
+            attempt=attempt,
+            completions=rows["completion_ids"][start:end],
+            logprobs=rows["logprobs"][start:end],
+            versions=rows["versions"][start:end],
+            drawn=rows["drawn"][start:end] if has_turns else None,
+            outcomes=rows["outcomes"][start:end] if has_turns else None,
+        )
+        for group, attempt, start, end in each
+    ]
 
 
 def decode_results(body: bytes) -> tuple[list[GroupResult], list[tuple[int, str]]]:

@@ -100,7 +100,7 @@ OTHER = "other"  # the part of step_time that belongs to no phase
 _EXACT = ("learning_rate", "beta", "entropy_coef", "ref_step", "num_tokens", "skipped_steps", "masked_steps")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Line:
     """One metric of one run; the lists of steps ascend."""
 
@@ -159,7 +159,9 @@ def _lines(runs: Sequence[RecordedRun], name: str, window: int) -> list[Line]:
             kept = thin(values)
             smooth = _rounded(moving_average(values, window, kept)) if noisy else []
             errors = _rounded(errors[kept]) if errors.any() else []
-            lines.append(Line(place, steps[kept].tolist(), _rounded(values[kept]), errors, smooth))
+            lines.append(
+                Line(run=place, steps=steps[kept].tolist(), values=_rounded(values[kept]), errors=errors, smooth=smooth)
+            )
     return lines
 
 

@@ -50,7 +50,7 @@ _TRAINING = {
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RecordedRun:
     """A run's folder as it was when it was read."""
 
@@ -80,7 +80,7 @@ def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
     path = folder / "metrics.jsonl"
     if not (folder.is_dir() if may_be_empty else path.is_file()):
         raise ConfigError(f"runs='{folder}': there is no {path.name} of a run: name a folder that the trainer made")
-    run, repeated = RecordedRun(folder, {}, {}), 0
+    run, repeated = RecordedRun(folder=folder, rows={}, settings={}), 0
     for *_, record in _read_lines(path, run.notes) if path.is_file() else ():
         repeated += record["step"] in run.rows
         run.rows[record["step"]] = {

@@ -99,6 +99,7 @@ def compute_rewards(
     prompts: list[str] | list[list[Message]],
     completions: list[str] | list[list[Message]],
     columns: dict[str, list],
+    *,
     conversations: Sequence[list[Message]] = (),
     state: TrainerState | None = None,
     logged: Logged | None = None,
@@ -113,7 +114,14 @@ def compute_rewards(
     Returns float64 [len(functions), len(completions)], NaN for None: the function does not apply. Raises RewardError if
     a function raises, or returns something else than a finite number or None for each completion.
     """
-    batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key, conversations)
+    batch = RewardBatch(
+        prompts=prompts,
+        completions=completions,
+        columns=columns,
+        state=state or TrainerState(),
+        key=key,
+        conversations=conversations,
+    )
     logs = {name: Logged() for name in functions}
     blocking = [name for name, function in functions.items() if _is_blocking(function)]
     awaited = [name for name in functions if name not in blocking]

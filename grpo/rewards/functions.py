@@ -100,7 +100,13 @@ class RewardBatch:
     def select(self, i: int) -> RewardBatch:
         """Return completion `i` as a batch of one."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
-        return RewardBatch(self.prompts[i : i + 1], self.completions[i : i + 1], columns, self.state, (*self.key, i))
+        return RewardBatch(
+            prompts=self.prompts[i : i + 1],
+            completions=self.completions[i : i + 1],
+            columns=columns,
+            state=self.state,
+            key=(*self.key, i),
+        )
 
     def make_arguments(self, logged: Logged) -> dict[str, Any]:
         """Copy the arguments for a call, which may change them. The copy of an EncodedPicture is a PIL image."""

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 LOAD_UNIVERSAL = {"load_universal": True}  # in DeepSpeed's section "checkpoint": it loads what `to_universal` wrote
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Progress:
     """A run's progress: numbers that all ranks share, and this rank's round of completions."""
 
@@ -106,7 +106,7 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Checkpoints:
     """Write and read a run's checkpoints. Every rank has an instance, and all ranks call each method together."""
 
@@ -142,19 +142,19 @@ class Checkpoints:
             log.info("saving %s", final)
         unfinished = final.with_name(final.name + ".unfinished")
         sums: Sums = {}
-        of_model = {"processor": self.processor, "weights": weights_to_save(engine.module)}
+        weights = weights_to_save(engine.module)
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_model(engine.module, self.tokenizer, unfinished, self.config, progress.step, **of_model)
-
-        def save_rank() -> None:
-            with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
-                is_trained_on = progress.round != progress.step // self.config.updates_per_round
-                pickle.dump({"random": random_states(), "batches": [] if is_trained_on else progress.batches}, file)
-            # Each rank sums the files that it wrote: its machine still has them in memory.
-            names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
-            sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self.rank]))
+            write_model(
+                engine.module,
+                self.tokenizer,
+                unfinished,
+                self.config,
+                step=progress.step,
+                processor=self.processor,
+                weights=weights,
+            )
 
         def put_together() -> None:
             files = dict(sorted(item for of_rank in sums_by_rank for item in of_rank.items()))
@@ -172,7 +172,7 @@ class Checkpoints:
         failure = (
             self._failure_of(save_weights, on_all=False)
             or self._failure_of(partial(self._save_engine, engine, unfinished), on_all=True)
-            or self._failure_of(save_rank, on_all=True)
+            or self._failure_of(partial(self._save_rank, unfinished, progress, sums), on_all=True)
         )
         if failure is None:
             sums_by_rank = gather(sums)
@@ -188,6 +188,14 @@ class Checkpoints:
             log.info("saved %s", final)
             if self.config.hub_strategy == "every_save":
                 push_in_background(final, self.config.hub_model_id)
+
+    def _save_rank(self, unfinished: Path, progress: Progress, sums: Sums) -> None:
+        with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
+            is_trained_on = progress.round != progress.step // self.config.updates_per_round
+            pickle.dump({"random": random_states(), "batches": [] if is_trained_on else progress.batches}, file)
+        # Each rank sums the files that it wrote: its machine still has them in memory.
+        names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
+        sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self.rank]))
 
     def _save_engine(self, engine, unfinished: Path) -> None:
         frozen = self._is_partly_frozen
@@ -217,10 +225,11 @@ class Checkpoints:
         ConfigError for another model or reference; RunDescription.check has compared the rest before."""
         saved, run = read_progress(checkpoint), self.description.fields
         remedy = "set model_name_or_path to the same model"
-        check_same(checkpoint, "the model's fingerprint", saved["model"], self.model, remedy)
+        check_same(checkpoint, "the model's fingerprint", before=saved["model"], now=self.model, remedy=remedy)
         if not self.config.ref_update_steps:
             remedy = "start the reference server with the model that it had"
-            check_same(checkpoint, "the reference's fingerprint", saved["reference"], self.reference, remedy)
+            what = "the reference's fingerprint"
+            check_same(checkpoint, what, before=saved["reference"], now=self.reference, remedy=remedy)
         for name, now in run["versions"].items():
             if (then := saved["versions"].get(name)) != now:
                 log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)
@@ -332,11 +341,11 @@ def share_anew(by_rank: Sequence[list[StepBatch]], rank: int, world_size: int) -
     batches = []
     for shares in zip(*by_rank, strict=True):
         whole = StepBatch(
-            [group for share in shares for group in share.groups],
-            torch.cat([share.by_function for share in shares], dim=1),
-            torch.cat([share.rewards for share in shares]),
-            torch.cat([share.signal for share in shares]),
-            [sample for share in shares for sample in share.samples],
+            groups=[group for share in shares for group in share.groups],
+            by_function=torch.cat([share.by_function for share in shares], dim=1),
+            rewards=torch.cat([share.rewards for share in shares]),
+            signal=torch.cat([share.signal for share in shares]),
+            samples=[sample for share in shares for sample in share.samples],
         )
         groups = len(whole.groups) // world_size
         batches.append(whole.cut(rank * groups, (rank + 1) * groups))

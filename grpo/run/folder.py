@@ -51,6 +51,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     config: TrainerConfig,
+    *,
     step: int = 0,
     processor: PictureProcessor | None = None,
     weights: dict[str, torch.Tensor] | None = None,
@@ -59,7 +60,16 @@ def save_model(
     is done. `weights` are those of a sharded model (weights_to_save). Of a model with an adapter this writes the
     adapter alone, unless `merge_on_save` is set. Raises SaveError; then `folder` does not exist."""
     with whole_folder(folder, "model") as unfinished:
-        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor, weights)
+        write_model(
+            model,
+            tokenizer,
+            unfinished,
+            config,
+            step=step,
+            name=config.hub_model_id or "MODEL",
+            processor=processor,
+            weights=weights,
+        )
         write_progress(unfinished, {"step": config.max_steps})
 
 
@@ -68,6 +78,7 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     config: TrainerConfig,
+    *,
     step: int,
     name: str = "MODEL",
     processor: PictureProcessor | None = None,
@@ -89,7 +100,15 @@ def write_model(
     if processor is not None:
         processor.save(folder)
     write_answering(config, folder)
-    write_card(folder, config, model, tokenizer.chat_template is not None, step, name, processor is not None)
+    write_card(
+        folder,
+        config,
+        model,
+        chat=tokenizer.chat_template is not None,
+        step=step,
+        name=name,
+        pictures=processor is not None,
+    )
 
 
 @contextmanager
@@ -139,7 +158,7 @@ def to_disk(top: Path, deep: bool = True) -> None:
 
 
 def write_card(
-    folder: Path, config: TrainerConfig, model: PreTrainedModel, chat: bool, step: int, name: str, pictures: bool
+    folder: Path, config: TrainerConfig, model: PreTrainedModel, *, chat: bool, step: int, name: str, pictures: bool
 ) -> None:
     """Write README.md into the folder of a saved model: front matter for the hub and model_card.md, filled in. The
     run's folder has `folder`. `name` is the model's name in commands. Raises OSError."""

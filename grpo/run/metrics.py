@@ -21,7 +21,7 @@ import torch
 STATISTICS = ("mean", "std", "sum", "min", "max", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stats:
     """The sums of a set of numbers, to be added to other sets: a mean of means would weigh ranks, not numbers."""
 
@@ -39,11 +39,17 @@ class Stats:
         array = array[~np.isnan(array)]
         total, squares = array.sum().item(), (array**2).sum().item()
         low, high = array.min(initial=math.inf).item(), array.max(initial=-math.inf).item()
-        return cls(array.size, total, squares, low, high, statistic)
+        return cls(count=array.size, total=total, squares=squares, low=low, high=high, statistic=statistic)
 
     def __add__(self, other: Stats) -> Stats:
-        count, total, squares = self.count + other.count, self.total + other.total, self.squares + other.squares
-        return Stats(count, total, squares, min(self.low, other.low), max(self.high, other.high), self.statistic)
+        return Stats(
+            count=self.count + other.count,
+            total=self.total + other.total,
+            squares=self.squares + other.squares,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            statistic=self.statistic,
+        )
 
     @property
     def mean(self) -> float:

@@ -52,7 +52,7 @@ USER_FILES = {"reward_funcs", "tools", "environment", "loss_type", "advantage_es
 class RunDescription:
     """What every rank knows of a run before a model is loaded."""
 
-    def __init__(self, config: TrainerConfig, examples: list[Example], ranks: int, stage: int = 2):
+    def __init__(self, config: TrainerConfig, examples: list[Example], *, ranks: int, stage: int = 2):
         self._config = config
         # Two prompts of one text may have different pictures.
         prompts = [key_of(row.prompt_ids).hex() if pictures_of(row.prompt_ids) else row.prompt for row in examples]
@@ -84,30 +84,32 @@ class RunDescription:
     def check(self, checkpoint: Path, saved: dict[str, Any]) -> None:
         """Raise ConfigError if the checkpoint, whose progress.json is `saved`, has another format, data or settings."""
         remedy = "use the version of this program that wrote it"
-        check_same(checkpoint, "the checkpoint's format", saved["format"], self.fields["format"], remedy)
+        check, ours = partial(check_same, checkpoint), self.fields
+        check("the checkpoint's format", before=saved["format"], now=ours["format"], remedy=remedy)
         # Settings first: some change the prompts. A setting that is newer than the checkpoint had its default.
         before = self._defaults() | saved["settings"]
-        for name in sorted(saved["settings"].keys() | self.fields["settings"].keys()):
+        for name in sorted(saved["settings"].keys() | ours["settings"].keys()):
             if name == "max_steps" and self._longer_changes_nothing():
                 continue
-            now = self.fields["settings"].get(name)
+            now = ours["settings"].get(name)
             if name in USER_FILES:
-                there, here = _absolute(before[name], saved["directory"]), _absolute(now, self.fields["directory"])
+                there, here = _absolute(before[name], saved["directory"]), _absolute(now, ours["directory"])
                 if there == here:
                     continue
-            check_same(checkpoint, name, before[name], now, "leave it as it was")
+            check(name, before=before[name], now=now, remedy="leave it as it was")
         remedy = "name a DeepSpeed file with the stage that it had"
-        check_same(checkpoint, "the stage of ZeRO", saved.get("stage", 2), self.fields["stage"], remedy)
+        check("the stage of ZeRO", before=saved.get("stage", 2), now=ours["stage"], remedy=remedy)
         remedy = "set dataset_name to the same data, or begin a new run"
-        check_same(checkpoint, "the prompts' count and sum", saved["prompts"], self.fields["prompts"], remedy)
-        before, now = saved["columns"], self.fields["columns"]
+        check("the prompts' count and sum", before=saved["prompts"], now=ours["prompts"], remedy=remedy)
+        before, now = saved["columns"], ours["columns"]
         for name in sorted(before.keys() | now.keys()):
-            check_same(checkpoint, f"the sum of the column {name!r}", before.get(name), now.get(name), remedy)
-        check_same(checkpoint, "the weights of datasets", saved["weights"], self.fields["weights"], remedy)
-        if saved["ranks"] != self.fields["ranks"] and self._config.optim == "adamw_8bit":
+            what = f"the sum of the column {name!r}"
+            check(what, before=before.get(name), now=now.get(name), remedy=remedy)
+        check("the weights of datasets", before=saved["weights"], now=ours["weights"], remedy=remedy)
+        if saved["ranks"] != ours["ranks"] and self._config.optim == "adamw_8bit":
             raise ConfigError(
                 f"resume_from_checkpoint='{checkpoint}': it is of {saved['ranks']} ranks, and AdamW's moments in 8 "
-                f"bits cannot be rearranged for {self.fields['ranks']}: start it with {saved['ranks']}"
+                f"bits cannot be rearranged for {ours['ranks']}: start it with {saved['ranks']}"
             )
 
     def _longer_changes_nothing(self) -> bool:
@@ -120,7 +122,7 @@ class RunDescription:
         return {field.name: [] if field.default is MISSING else field.default for field in fields(self._config)}
 
 
-def check_same(checkpoint: Path, what: str, before: Any, now: Any, remedy: str) -> None:
+def check_same(checkpoint: Path, what: str, *, before: Any, now: Any, remedy: str) -> None:
     if before != now:
         raise ConfigError(
             f"resume_from_checkpoint='{checkpoint}': {what} is {before!r} there and {now!r} here: {remedy}"
@@ -230,7 +232,10 @@ def _rename_damaged(damaged: Mapping[Path, str], used: Path) -> None:
         new_path = checkpoint.with_name(checkpoint.name + ".damaged")
         log.warning(
             "%s is damaged: %s. It is called %s now, and the run goes on from %s",
-            *(checkpoint, reason, new_path.name, used.name),
+            checkpoint,
+            reason,
+            new_path.name,
+            used.name,
         )
         with run_folder.writable("output_dir", checkpoint.parent):
             shutil.rmtree(new_path, ignore_errors=True)

@@ -146,8 +146,9 @@ def open_trackers(config: TrainerConfig, folder: Path, after: int) -> list[Track
     if services and (after == -1 or not kept.exists()):
         kept.write_text(secrets.token_hex(4), encoding="utf-8")
     for service in services:
-        parts = config, folder, kept.read_text(encoding="utf-8").strip()
-        trackers.append(Mlflow(*parts) if service == "mlflow" else Wandb(service, *parts))
+        run_id = kept.read_text(encoding="utf-8").strip()
+        is_mlflow = service == "mlflow"
+        trackers.append(Mlflow(config, folder, run_id) if is_mlflow else Wandb(service, config, folder, run_id))
     return trackers
 
 

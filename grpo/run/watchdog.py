@@ -35,7 +35,7 @@ PHASES = (  # of a step, in order
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Position:
     host: str
     process: int
@@ -48,7 +48,7 @@ class Position:
     waits: bool  # whether the rank is within a collective
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RankState:
     """The last position of a rank, with the time.monotonic() of its last changes."""
 
@@ -99,8 +99,8 @@ class Watchdog:
             if self._closed.wait(BEAT if beat else 0.0):
                 return
             try:
-                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                store = store or dist.TCPStore(*address, wait_for_workers=False)
+                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = store or dist.TCPStore(host, port, wait_for_workers=False)
             except RuntimeError:  # rank 0 did not open the store within five minutes
                 continue
             try:
@@ -118,7 +118,9 @@ class Watchdog:
             states = {}
             for rank, report in enumerate(reports):
                 position = Position(**json.loads(report))
-                states[rank] = self._states.get(rank) or RankState(position, now, now, now)
+                states[rank] = self._states.get(rank) or RankState(
+                    position=position, reported=now, moved=now, worked=now
+                )
                 states[rank].update(position, now)
             self._states = states
 
@@ -184,7 +186,17 @@ class Watchdog:
         phases, ended = [*self.clock.open], self.clock.ended
         after = PHASES.index(phases[0]) if phases else PHASES.index(ended) + 0.5 if ended else -0.5
         phase = phases[-1] if phases else ""
-        return Position(socket.gethostname(), os.getpid(), beat, self.step, after, phase, line, stack, waits)
+        return Position(
+            host=socket.gethostname(),
+            process=os.getpid(),
+            beat=beat,
+            step=self.step,
+            after=after,
+            phase=phase,
+            line=line,
+            stack=stack,
+            waits=waits,
+        )
 
 
 def held_up_by(states: dict[int, RankState], now: float, patience: float) -> list[int]:

@@ -31,11 +31,11 @@ ANSWER_STEPS = 32  # steps of the other rows until a segment's answer is taken i
 class ContinuousSampler(LocalSampler):
     """The sampler that keeps its rows full, for a model whose batches are packed."""
 
-    def __init__(self, *arguments, look_every: int | None = None, graphs: Callable | None = None):
+    def __init__(self, *arguments, look_every: int | None = None, graphs: Callable | None = None, **options):
         """Take the arguments of LocalSampler. Every `look_every` tokens the host asks the device which rows have ended.
         With `graphs`, StepGraphs or a function that makes one for a device, steps have few shapes, which CUDA records.
         """
-        super().__init__(*arguments)
+        super().__init__(*arguments, **options)
         self._graphs = graphs
         on_cpu = self._model.device.type == "cpu"
         self._look_every = look_every or (1 if on_cpu else LOOK_EVERY)
@@ -43,7 +43,15 @@ class ContinuousSampler(LocalSampler):
     def _draw(self, order: Order) -> list[list[Rollout]]:
         with policy_that_draws(self._model):
             graphs = self._graphs(self._model.device) if self._graphs else None
-            rows = Rows(self._model, order, self._rows, self._max_new_tokens, self.eos_token_ids, graphs, self._vision)
+            rows = Rows(
+                self._model,
+                order,
+                rows=self._rows,
+                longest=self._max_new_tokens,
+                ends=self.eos_token_ids,
+                graphs=graphs,
+                vision=self._vision,
+            )
             return _Loop(rows, order, self._max_new_tokens, self._turns, self._rollout).run(self._look_every)
 
 
@@ -137,7 +145,7 @@ class _Loop:
                 if not self._free_slots:
                     break
                 base = self._rows.base(self._prompts[index])
-                self._prompts_in[index] = _Prompt(heappop(self._free_slots), self._order.copies, base)
+                self._prompts_in[index] = _Prompt(slot=heappop(self._free_slots), left=self._order.copies, base=base)
                 fresh.append(index)
             taken.append(self._left.popleft())
         hidden = self._rows.prefill({self._prompts_in[index].slot: self._prompts[index] for index in fresh})
@@ -153,11 +161,12 @@ class _Loop:
             index, copy = divmod(number, self._order.copies)
             example, name, prompt = self._order.examples[index], self._order.name(number), self._prompts_in[index]
             dialogue = None if self._turns is None else self._turns.begin(example, name)
-            self._in_rows[row] = _Completion(number, dialogue)
+            self._in_rows[row] = _Completion(number=number, dialogue=dialogue)
             cells.append((prompt.slot, copy, len(self._prompts[index]), prompt.base))
             hidden.append(prompt.hidden)
         names = self._order.names
-        self._rows.begin(rows, cells, hidden, names and [uniforms(*names[number], self._longest) for number in numbers])
+        random_numbers = names and [uniforms(names[number], self._longest) for number in numbers]
+        self._rows.begin(rows, cells, hidden, random_numbers)
 
     def _bring_forward(self) -> None:
         """Let the last rows that draw change places with the first ones that do not."""
@@ -173,7 +182,7 @@ class _Loop:
         self._rows.arrange(drawing, free_for_good=not self._left)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Completion:
     """A completion in a row."""
 
@@ -185,7 +194,7 @@ class _Completion:
     due: int = 0  # the step after which the answer is taken in
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Prompt:
     """A prompt that is being drawn from."""
 

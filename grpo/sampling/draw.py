@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK
+from grpo.sampling.sampler import Name
 
 BELOW_1 = 1 - 2**-52
 """times a float64, less than it after rounding: beyond the end of a distribution function there is no token"""
 
 
-def uniforms(seed: int, group: int, place: int, count: int) -> np.ndarray:
+def uniforms(name: Name, count: int) -> np.ndarray:
     """Return the first `count` random numbers of a completion: float64 [count], 0 <= number < 1."""
+    seed, group, place = name
     # NumPy lists 32-bit words and pads with 0: 42 + (1 << 32), 5, 0 would be 42, 1, 5. A spawn key comes after the pad.
     key = (seed >> 32,) if seed >> 32 else ()
     words = np.random.SeedSequence((seed & 0xFFFFFFFF, group, place), spawn_key=key)

@@ -78,7 +78,7 @@ def _exact_head(model: PreTrainedModel) -> Iterator[None]:
 
     def exact(hidden: Tensor) -> Tensor:
         # Whatever the model does to its logits after the head, it does to these too.
-        head = Head(linear.weight, linear.bias, scale=1.0, softcap=None, temperature=1.0)
+        head = Head(weight=linear.weight, bias=linear.bias, scale=1.0, softcap=None, temperature=1.0)
         return head.all_logits(hidden[:, -1]).unsqueeze(1)
 
     with computing(linear, exact):
@@ -94,6 +94,7 @@ class LocalSampler(Sampler):
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         max_completion_length: int,
+        *,
         rows: int = 64,
         vision: Vision | None = None,
         turns: Responder | None = None,
@@ -114,14 +115,18 @@ class LocalSampler(Sampler):
         ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Do what Sampler.sample says. `on_groups` is called soon: within LOOK_EVERY tokens of a group's end."""
+        if not examples:
+            return []
         names = [(seed, group, copy) for group in ids or range(len(examples)) for copy in range(copies)]
-        return self._draw(Order(examples, copies, temperature, names, on_groups)) if examples else []
+        order = Order(examples=examples, copies=copies, temperature=temperature, names=names, on_groups=on_groups)
+        return self._draw(order)
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
-        return [rollout for (rollout,) in self._draw(Order(examples))]
+        return [rollout for (rollout,) in self._draw(Order(examples=examples))]
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
-        order = Order([example], 1, temperature or 1.0, [(seed, 0, 0)] if temperature else None)
+        names = [(seed, 0, 0)] if temperature else None
+        order = Order(examples=[example], temperature=temperature or 1.0, names=names)
         return self._draw_by_generate(order, None, lambda drawn: on_token(drawn[0].tolist()))[0][0]
 
     def update_weights(self, version: int) -> None:
@@ -142,9 +147,11 @@ class LocalSampler(Sampler):
             try:
                 for number in range(start, min(start + at_once, total)):
                     example, name = order.examples[number // order.copies], order.name(number)
-                    numbers = None if name is None else uniforms(*name, self._max_new_tokens)
+                    numbers = None if name is None else uniforms(name, self._max_new_tokens)
                     dialogue = None if turns is None else turns.begin(example, name)
-                    begun.append(_Completion(number, example.prompt_ids, numbers, dialogue))
+                    begun.append(
+                        _Completion(number=number, prompt=example.prompt_ids, numbers=numbers, dialogue=dialogue)
+                    )
                 left = begun
                 while left:
                     self._draw_on(left, order, groups, on_tokens)
@@ -260,10 +267,18 @@ class LocalSampler(Sampler):
         drawn, outcome = (None, None) if dialogue is None else (drawn, dialogue.outcome)
         if math.isnan(sum(logprobs if drawn is None else compress(logprobs, drawn))):
             raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
-        return make_rollout(self._tokenizer, self.eos_token_ids, ids, logprobs, self._policy_version, drawn, outcome)
+        return make_rollout(
+            self._tokenizer,
+            self.eos_token_ids,
+            ids=ids,
+            logprobs=logprobs,
+            policy_version=self._policy_version,
+            drawn=drawn,
+            outcome=outcome,
+        )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Completion:
     """A completion, as far as it is drawn."""
 

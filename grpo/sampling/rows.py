@@ -88,6 +88,7 @@ class Rows:
         self,
         model: PreTrainedModel,
         order: Order,
+        *,
         rows: int,
         longest: int,
         ends: list[int],
@@ -104,7 +105,13 @@ class Rows:
         self._longest_prompt = max(len(example.prompt_ids) for example in order.examples)
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
-        self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
+        self._cache = SharedCache(
+            rows=rows,
+            slots=self.slots,
+            copies=copies,
+            longest_prompt=self._longest_prompt,
+            longest_completion=longest,
+        )
         self._token_pass = None
         if is_known(self._body):
             self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
@@ -160,15 +167,15 @@ class Rows:
             fed, ids, positions = [], [], []
             for row, length in zip(rows[part], lengths[part], strict=True):
                 slot, _, prompt, base, token, place, _ = self.state[:, row].tolist()
-                fed.append(Fed(row, slot, prompt, place, length))
+                fed.append(Fed(row=row, slot=slot, prompt=prompt, place=place, count=length))
                 ids += [token, *answers[row]]
                 positions += range(base + place, base + place + length)
                 self.ids[row, place + 1 : place + length] = answers[row]
                 self.logprobs[row, place + 1 : place + length] = np.nan
                 self.state[PLACE, row] = place + length
             self._cache.fed = fed
-            packed = (torch.tensor([values]).to(self._device) for values in (ids, positions))
-            states = self._forward(*packed)[0]
+            ids, positions = (torch.tensor([values]).to(self._device) for values in (ids, positions))
+            states = self._forward(ids, positions)[0]
             hidden += [states[end - 1].clone() for end in accumulate(lengths[part])]
         self._draw_next(rows, hidden)
 
@@ -218,7 +225,7 @@ class Rows:
         self._make_room(max(end - 1, self.state[PLACE].max() + 1))
         for own in range(place + 1, end):
             if self._graphs is None:
-                self._step(Shape(rows, slots + 1, prompt, own))
+                self._step(Shape(rows=rows, slots=slots + 1, prompt=prompt, own=own))
             else:
                 self._graphs.run(self._step, self._bucket(rows))
             self._unseen.append((self._state[TOKEN, :rows].clone(), self._last_logprobs[:rows].clone()))
@@ -248,12 +255,12 @@ class Rows:
         """Return sizes that the rows fit, of which a call has few: powers of two of rows, and the cache's room, each
         GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of them."""
         rows = min(1 << (rows - 1).bit_length(), self._in_cache)
-        return Shape(rows, self.slots, self._longest_prompt, self._cache.room)
+        return Shape(rows=rows, slots=self.slots, prompt=self._longest_prompt, own=self._cache.room)
 
     def _step(self, shape: Shape) -> None:
         """Feed each row's last token and draw its next one."""
         slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
-        self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
+        self._cache.step(shape, cells=state[:PROMPT], prompts=prompts, places=places, rows_of=self._rows_of)
         positions = bases + places
         if self._token_pass is not None:
             hidden = self._token_pass(tokens, positions)

@@ -11,7 +11,7 @@ OnGroups = Callable[[dict[int, list[Rollout]]], None]
 Name = tuple[int, int, int]  # seed, group, number in the group: a completion's random numbers follow from them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Order:
     """The completions to draw in one call, numbered example by example."""
 

@@ -38,7 +38,7 @@ def check_sampling(
     have pictures. Logs a small difference between their log-probs and the loss's. Raises ConfigError for a large one,
     or if the model cannot draw them."""
     *_, (longer, rest), (prompt, _) = trial_sequences(model, vision)
-    examples = [Example(0, "", ids, {}) for ids in (prompt, with_more(longer, rest))]
+    examples = [Example(index=0, prompt="", prompt_ids=ids, columns={}) for ids in (prompt, with_more(longer, rest))]
     try:
         drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
     # The model's own code may fail in any way.
@@ -62,7 +62,8 @@ def check_sampling(
         log.warning(
             "%s draws tokens with other log-probs (by %.1e on average) than it gives them afterwards: the metrics "
             "sampling/... and the weights of importance_sampling_mode contain this difference",
-            *(type(model).__name__, difference),
+            type(model).__name__,
+            difference,
         )
 
 
@@ -70,6 +71,7 @@ def make_sampler(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     max_completion_length: int,
+    *,
     rows: int = 64,
     packs: bool = False,
     vision: Vision | None = None,
@@ -85,15 +87,19 @@ def make_sampler(
             raise ConfigError(f"{type(model).__name__} has layers of type {layer_type}: {reason}")
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
-    arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns
+    ends = eos_token_ids(model, tokenizer)
+
+    def make(kind: type[LocalSampler], **options) -> LocalSampler:
+        return kind(model, tokenizer, ends, max_completion_length, rows=rows, vision=vision, turns=turns, **options)
+
     if not packs:
-        return LocalSampler(*arguments)
+        return make(LocalSampler)
     ways = [(StepGraphs, "without CUDA graphs")] if cuda_graphs and model.device.type == "cuda" else []
     for graphs, instead in [*ways, (None, "by transformers' generate")]:
         # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
         # those with one, the second records a graph and the third replays it.
         refusing = graphs and partial(graphs, refuse_waits=True)
-        tried = ContinuousSampler(model, tokenizer, [never], 4, 3, vision, graphs=refusing)
+        tried = ContinuousSampler(model, tokenizer, [never], 4, rows=3, vision=vision, graphs=refusing)
         try:
             with small_windows(model):
                 check_sampling(model, tried, pad, vision)
@@ -101,5 +107,5 @@ def make_sampler(
             reason = str(error).removesuffix(": use another model")
             log.warning("sampling goes a slower way, %s: %s", instead, reason)
         else:
-            return ContinuousSampler(*arguments, graphs=graphs)
-    return LocalSampler(*arguments)
+            return make(ContinuousSampler, graphs=graphs)
+    return make(LocalSampler)

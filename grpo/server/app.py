@@ -28,7 +28,8 @@ class App(bottle.Bottle):
         path, status, seconds = environ["PATH_INFO"], bottle.response.status_code, time.perf_counter() - began
         path = path if path in {route.rule for route in self.routes} else "other"
         sender = environ.get("REMOTE_ADDR", "")
-        self._monitor.answered(environ["REQUEST_METHOD"], path, status, seconds, sender, **facts)
+        method = environ["REQUEST_METHOD"]
+        self._monitor.answered(method, path, status, seconds=seconds, address=sender, **facts)
         # bottle keeps a thread's last request and answer until its next ones.
         environ.clear()
         bottle.response.bind()

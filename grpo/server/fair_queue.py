@@ -55,7 +55,7 @@ class Job:
 Batch = list[tuple[Job, int]]  # sequences for about one forward pass: the job of each, and its place in the job
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Exchange:
     """A replacement of the model's weights between two requests."""
 
@@ -72,7 +72,14 @@ class FairQueue:
     alpha 1)."""
 
     def __init__(
-        self, batcher: Batcher, budget: int, max_tokens: int, max_requests: int, deterministic=False, fingerprint=""
+        self,
+        batcher: Batcher,
+        *,
+        budget: int,
+        max_tokens: int,
+        max_requests: int,
+        deterministic: bool = False,
+        fingerprint: str = "",
     ):
         self._batcher, self._deterministic = batcher, deterministic
         self.budget = budget  # tokens of a forward pass; the scorer lowers it when they do not fit the memory
@@ -135,7 +142,7 @@ class FairQueue:
         exchange at a time. The future raises ProtocolError if it was undone; this, 503, if the queue is closed."""
         with self._changed:
             self._check_open()
-            self._exchange = Exchange(action, undo, becomes)
+            self._exchange = Exchange(action=action, undo=undo, becomes=becomes)
             self._changed.notify()
             return self._exchange.done
 

@@ -190,7 +190,7 @@ class Channel(HTTPChannel):
 class HttpServer(TcpWSGIServer):
     """A web server that listens once it is constructed, and answers while `run` runs."""
 
-    def __init__(self, app, config: ServerConfig, admit: Callable, on_refused: Callable):
+    def __init__(self, app, config: ServerConfig, *, admit: Callable, on_refused: Callable):
         """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
         `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
         request that does not reach the app."""
@@ -224,7 +224,9 @@ class HttpServer(TcpWSGIServer):
         """Give a request that is complete or refused to a thread."""
         channel.due, request = math.inf, channel.requests[0]
         if request.error is not None:
-            self.on_refused(request.command, request.path, channel.addr[0], request.error.error)
+            self.on_refused(
+                method=request.command, path=request.path, sender=channel.addr[0], error=request.error.error
+            )
         super().add_task(channel)
 
     def make_room_for_body(self, newcomer: Channel) -> ProtocolError | None:
@@ -276,7 +278,7 @@ class HttpServer(TcpWSGIServer):
         with connection, suppress(OSError):  # it may have closed
             connection.setblocking(False)
             connection.send(head.encode() + body)
-        self.on_refused("-", "-", str(address[0]), error)
+        self.on_refused(method="-", path="-", sender=str(address[0]), error=error)
 
     def _least_needed(self) -> Channel | None:
         """Return the connection to close for a new one; None while every connection has a request in work. Strangers go

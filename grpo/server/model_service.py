@@ -45,7 +45,7 @@ class ModelService(Service):
     """The state of a server of a model and, once it is loaded, its queue and scorer."""
 
     def __init__(self, config: ServerConfig):
-        super().__init__(config, ModelInfo(config.model_name_or_path))
+        super().__init__(config, ModelInfo(name=config.model_name_or_path))
         self.queue = self.scorer = self.updates = self.pictures = None
         self.request_threads = threading.Semaphore(MOST_REQUESTS)
         self.picture_threads = threading.Semaphore(MOST_REQUESTS // 2)  # text finds the others free
@@ -65,14 +65,27 @@ class ModelService(Service):
         load = self._load_reward_model if config.task == "reward" else self._load_reference
         model, info, batcher, compute = load(device)
         self._watch_cards(model)
-        limits = config.batch_tokens(device.type), config.max_queue_tokens, MOST_REQUESTS
-        self.queue = FairQueue(batcher, *limits, config.deterministic, info.fingerprint)
-        self.scorer = Scorer(self.queue, model, batcher, self.fail, self.monitor.scored, compute)
+        self.queue = FairQueue(
+            batcher,
+            budget=config.batch_tokens(device.type),
+            max_tokens=config.max_queue_tokens,
+            max_requests=MOST_REQUESTS,
+            deterministic=config.deterministic,
+            fingerprint=info.fingerprint,
+        )
+        self.scorer = Scorer(
+            self.queue, model, batcher, on_death=self.fail, on_pass=self.monitor.scored, compute=compute
+        )
         folder = config.update_folder
         if folder is not None:
-            patience = 2 * config.body_timeout  # a single piece may take body_timeout
-            inputs = info.inputs_fingerprint
-            self.updates = WeightSwap(self.queue, model, inputs, folder, patience, on_swap=self._describe_update)
+            self.updates = WeightSwap(
+                self.queue,
+                model,
+                inputs=info.inputs_fingerprint,
+                folder=folder,
+                patience=2 * config.body_timeout,  # a single piece may take body_timeout
+                on_swap=self._describe_update,
+            )
         longest = min(config.max_length or info.max_length, info.max_length)
         self.change_info(status="ready", model=replace(info, max_length=longest), takes_updates=folder is not None)
 
@@ -134,11 +147,21 @@ class ModelService(Service):
         """Read a request, and its body only if it can be answered now. Raises ProtocolError."""
         self.check_ready()
         config, model = self.config, self.info.model
-        limits = model.max_length, MOST_SEQUENCES, config.max_request_tokens
         if config.task == "reward":
             with self._reading:
-                return self._read_texts(body(), *limits)
-        request = decode_request(body(), model.vocab_size, *limits)
+                return self._read_texts(
+                    body(),
+                    max_length=model.max_length,
+                    max_sequences=MOST_SEQUENCES,
+                    max_tokens=config.max_request_tokens,
+                )
+        request = decode_request(
+            body(),
+            vocab_size=model.vocab_size,
+            max_length=model.max_length,
+            max_sequences=MOST_SEQUENCES,
+            max_tokens=config.max_request_tokens,
+        )
         with self.thread_of(self.picture_threads) if request.pictures else nullcontext():
             self.pictures.check(request)
         return request
@@ -154,8 +177,12 @@ class ModelService(Service):
                 raise
         answer = future.result()
         if self.config.task == "reward":
-            return RewardAnswer(answer.values, answer.fingerprint, request.request_id).to_json()
-        return encode_answer(LogprobsAnswer(answer.values, answer.fingerprint, request.request_id))
+            return RewardAnswer(
+                scores=answer.values, model_fingerprint=answer.fingerprint, request_id=request.request_id
+            ).to_json()
+        return encode_answer(
+            LogprobsAnswer(logprobs=answer.values, model_fingerprint=answer.fingerprint, request_id=request.request_id)
+        )
 
     def held(self) -> dict[str, tuple[int, int]]:
         return self.queue.held() if self.queue else {}

@@ -27,7 +27,7 @@ _ERRORS = 20
 _DEVICE = ("device", "device_total", "device_peak")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pass:
     """A forward pass of the scorer."""
 
@@ -104,7 +104,7 @@ class Monitor:
             self.sums.update(vars(done), sharing=done.saved_by_sharing, packing=done.saved_by_packing)
 
     def answered(
-        self, method: str, path: str, status: int, seconds: float, address: str, client="", tokens=0, error=None
+        self, method: str, path: str, status: int, *, seconds: float, address: str, client="", tokens=0, error=None
     ) -> None:
         """Count an answered request. `path` is one of the server's, or "other"; `error` is a ProtocolError, if any."""
         self._requests.labels(path, status).inc()
@@ -130,7 +130,18 @@ class Monitor:
                 facts = {"status": status, "code": error.code, "message": error.message[:300]}
                 self._errors.append((time.monotonic(), {**facts, "client": client or address}))
         # %r: a client chooses its name, and may put line ends into it.
-        log.debug("%s %s %d %d tokens %.1f ms %s %r", method, path, status, tokens, seconds * 1e3, address, client)
+        log.debug(
+            "%(method)s %(path)s %(status)d %(tokens)d tokens %(milliseconds).1f ms %(address)s %(client)r",
+            {
+                "method": method,
+                "path": path,
+                "status": status,
+                "tokens": tokens,
+                "milliseconds": seconds * 1e3,
+                "address": address,
+                "client": client,
+            },
+        )
 
     def sample(self, held: dict[str, tuple[int, int]]) -> None:
         """Add a point to the curves, every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""

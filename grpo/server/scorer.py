@@ -50,6 +50,7 @@ class Scorer:
         queue: FairQueue,
         model: PreTrainedModel,
         batcher: Batcher,
+        *,
         on_death: Callable[[Exception], None],
         on_pass: Callable[[Pass], None],
         compute: Compute = completion_logprobs,
@@ -145,7 +146,9 @@ class Scorer:
                 # The last token of a completion predicts nothing: it is scored, and never fed.
                 lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
                 padded = max(lengths) * len(lengths)
-                self._on_pass(Pass(sum(lengths), padded, fed, self._queue.budget, seconds))
+                self._on_pass(
+                    Pass(tokens=sum(lengths), padded=padded, fed=fed, budget=self._queue.budget, seconds=seconds)
+                )
             return answers
         # Out here the traceback of the failed pass, which kept its tensors, is gone.
         if torch.cuda.is_available():

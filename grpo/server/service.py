@@ -23,7 +23,7 @@ class Service:
 
     def __init__(self, config: ServerConfig, model: ModelInfo):
         self.config = config
-        self.info = ServerInfo("loading", model, task=config.task)
+        self.info = ServerInfo(status="loading", model=model, task=config.task)
         self.monitor = Monitor()
         self.death: Exception | None = None
         self.stop = threading.Event()

@@ -31,7 +31,7 @@ from grpo.wire.tensors import LONGEST_HEADER, Commit, FilePart, HeaderError, dat
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Upload:
     """A file of which the first `received` bytes are here."""
 
@@ -123,7 +123,7 @@ class UploadSlot:
             message = f"{piece.size} bytes: this model's weights have {largest} at most"
             raise ProtocolError(422, "wrong_weights", message)
         file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-        self._upload = Upload(piece.sha256, piece.size, file)
+        self._upload = Upload(sha256=piece.sha256, size=piece.size, file=file)
         os.posix_fallocate(file.fileno(), 0, max(1, piece.size))  # a full disk is reported before the weights come
         return self._upload
 
@@ -162,7 +162,7 @@ class WeightSwap:
     """Replaces the model's weights by uploaded ones. All methods may be called from any thread."""
 
     def __init__(
-        self, queue: FairQueue, model: PreTrainedModel, inputs: str, folder: str, patience: float, on_swap: Callable
+        self, queue: FairQueue, model: PreTrainedModel, *, inputs: str, folder: str, patience: float, on_swap: Callable
     ):
         """`folder` keeps an upload for `patience` seconds without a new piece. `on_swap` is called with the new
         fingerprint and the SHA-256 of the file. Raises ConfigError for a folder that cannot be written, an adapter, or

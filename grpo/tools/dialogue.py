@@ -248,7 +248,13 @@ class UserDialogue:
         self._note_end(finished, rewards)
 
     def _note_end(self, finished: bool, rewards: dict[str, float]) -> None:
-        self.outcome = Outcome(finished, self.messages, self._calls, self._failures, rewards)
+        self.outcome = Outcome(
+            finished=finished,
+            messages=self.messages,
+            tool_calls=self._calls,
+            tool_failures=self._failures,
+            rewards=rewards,
+        )
 
 
 def _fail(reason: str) -> Reply:

@@ -74,7 +74,8 @@ class SlowCalls:
                 log.error(
                     "these have not answered yet: %s (%d in all): set tool_timeout, which ends all but an async tool "
                     "that does not await",
-                    *(", ".join(slow[:3]), len(slow)),
+                    ", ".join(slow[:3]),
+                    len(slow),
                 )
 
 
@@ -214,16 +215,16 @@ class Runner:
 
     async def call_tool(self, key: Key, tool: Tool, arguments: dict[str, Any]) -> Reply:
         """Call a tool; `key` seeds its random numbers. Raises CallLost."""
-        task = "tool", tool.name, arguments
         if tool.is_async:
-            with self._slow_calls.noted(*task), async_user_code(*key):
-                started = self._tools.start(*task)
+            with self._slow_calls.noted("tool", tool.name), async_user_code(*key):
+                started = self._tools.start("tool", tool.name, arguments)
                 if isinstance(started, dict):
                     return started
                 return (await ended_within(self._timeout, self._tools.finish("tool", started))).result()
         if self._processes is None:
-            return await LocalPlace(self._tools, self._thread, self._slow_calls).perform(key, *task)
-        return await self._processes.run(self._processes.call, key, *task)
+            place = LocalPlace(self._tools, self._thread, self._slow_calls)
+            return await place.perform(key, "tool", tool.name, arguments)
+        return await self._processes.run(self._processes.call, key, "tool", tool.name, arguments)
 
     def make_place(self) -> Place:
         if self._processes is None:

@@ -11,7 +11,7 @@ from grpo.config.user_code import load_function
 _TYPES = dict(string=str, integer=int, number=(int, float), boolean=bool, array=list, object=dict, null=type(None))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tool:
     """A function, or a method of the environment, that the policy may call."""
 
@@ -58,7 +58,14 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         reason = f"a call gives each argument by its name, which {name} cannot take as {parameter}"
         require(by_name, field, value, f"{reason}: write its arguments without *, ** and /")
-    return Tool(name, function, schema, signature, inspect.iscoroutinefunction(function), is_method)
+    return Tool(
+        name=name,
+        function=function,
+        schema=schema,
+        signature=signature,
+        is_async=inspect.iscoroutinefunction(function),
+        is_method=is_method,
+    )
 
 
 def load_tools(names: Sequence[str]) -> dict[str, Tool]:

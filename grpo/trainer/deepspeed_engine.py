@@ -110,7 +110,13 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LR
         from transformers.optimization import get_scheduler  # which takes seconds: it loads bitsandbytes
 
         try:
-            return get_scheduler(name, optimizer, warmup, last, arguments)
+            return get_scheduler(
+                name,
+                optimizer,
+                num_warmup_steps=warmup,
+                num_training_steps=last,
+                scheduler_specific_kwargs=arguments,
+            )
         except (TypeError, ValueError) as error:
             config.refuse("lr_scheduler_kwargs", f"{name}: {one_line(error)}: give the arguments of transformers' own")
 
@@ -166,7 +172,7 @@ def join_ranks(config: TrainerConfig) -> Ranks:
     if shared_cards := describe_shared_cards(gather(held)):
         log.warning("%s", shared_cards)
     watchdog.met = True
-    return Ranks(rank, world_size, device, watchdog)
+    return Ranks(rank=rank, size=world_size, device=device, watchdog=watchdog)
 
 
 def start_engine(

@@ -53,8 +53,9 @@ def dry_run(config: TrainerConfig) -> None:
     folder = find_run_folder(config)
     if config.push_to_hub:
         check_login()
-    inputs = read_inputs(config, rank, ranks, device)
-    start = _describe_start(config, folder, RunDescription(config, inputs.examples, ranks, inputs.zero_stage))
+    inputs = read_inputs(config, rank=rank, world_size=ranks, device=device)
+    description = RunDescription(config, inputs.examples, ranks=ranks, stage=inputs.zero_stage)
+    start = _describe_start(config, folder, description)
     model = policy_on_meta(config, resolve_dtype(config, device))
     policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
     work = RankWork.of(config, ranks, inputs)
@@ -152,7 +153,7 @@ def _ready(model_info: ModelInfo) -> str:
 
 
 def _pool(config: TrainerConfig, url: str) -> str:
-    pool = PoolClient(url, config.token, config.ref_ca_file)
+    pool = PoolClient(url, token=config.token, ref_ca_file=config.ref_ca_file)
     run, status = pool.run(), pool.status()
     return f"is a pool {f'of run {run.name}' if run else 'of no run yet'}; {describe_workers(status, url)}"
 

@@ -25,7 +25,7 @@ EVALUATION_SEED = 1 << 63  # no seed of training's groups
 
 
 def evaluate(
-    sampler: Sampler, examples: list[Example], rewarder: Rewarder, rank: int, world_size: int, state: TrainerState
+    sampler: Sampler, examples: list[Example], rewarder: Rewarder, *, rank: int, world_size: int, state: TrainerState
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 

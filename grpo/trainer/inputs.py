@@ -4,10 +4,11 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
@@ -33,7 +34,7 @@ from grpo.wire.picture_files import PicturedPrompt, pictures_of
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     reward_funcs: dict[str, Callable | str]  # functions, or names of reward models, by name
     rewards: dict[str, Any]  # these, and the environment's class if it gives a reward (join_rewards)
@@ -66,7 +67,7 @@ class Inputs:
         return [example.prompt_ids for example in self.examples if pictures_of(example.prompt_ids)]
 
 
-def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
+def read_inputs(config: TrainerConfig, *, rank: int, world_size: int, device: torch.device) -> Inputs:
     """Read settings files, reward functions and data, and call each function and the environment once, as a dry run
     does too. With `num_train_epochs`, `config.max_steps` follows from the data. Raises ConfigError for a mistake in any
     of them, RewardError for a function or an environment that fails."""
@@ -78,18 +79,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     ds_config = engine_config(config, world_size, device)
     tokenizer, settings = load_tokenizer(config), load_settings(config)
     processor = load_processor(config, settings, tokenizer)
-    check_lengths(config, settings)
-    check_adapter(config)
-    config.check(
-        takes_pictures(settings) or not config.freeze_vision_tower,
-        freeze_vision_tower=f"{config.model_name_or_path} has no vision tower: leave it out",
-    )
-    config.check(
-        tokenizer.chat_template is not None or not config.save_system_prompt,
-        save_system_prompt="the model has no chat template to save it in: leave it out",
-    )
-    if tokenizer.chat_template is None:
-        log.info("%s has no chat template: it is given prompts as plain text", config.model_name_or_path)
+    _check_model(config, settings, tokenizer)
     end_ids = load_end_ids(config, settings, tokenizer)
     turns = start_turns(config, tokenizer, end_ids)
     rewards = join_rewards(reward_funcs, {} if turns is None else turns.rewards)
@@ -100,11 +90,9 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         best_by = best_metric(config, rewards)
     if rank == 0:
         warn_of_other_question(config)
-    examples = load_examples(config, config.dataset_train_split, tokenizer, 0, rank == 0, processor, turns)
-    held_out = []
-    if config.eval_steps:
-        split, count = config.dataset_test_split, config.eval_samples
-        held_out = load_examples(config, split, tokenizer, count, rank == 0, processor, turns)
+    load = partial(load_examples, config, tokenizer=tokenizer, progress=rank == 0, processor=processor, turns=turns)
+    examples = load(config.dataset_train_split)
+    held_out = load(config.dataset_test_split, limit=config.eval_samples) if config.eval_steps else []
     check_reward_columns(config, [*examples, *held_out], reward_funcs)
     check_rows(config, examples)
     stream = _order_prompts(config, examples)
@@ -118,9 +106,35 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     if turns is not None:
         turns.try_on(examples[0])
     return Inputs(
-        *(reward_funcs, rewards, ds_config, tokenizer, processor, end_ids, turns, examples, stream, held_out),
-        *(callback, best_by),
+        reward_funcs=reward_funcs,
+        rewards=rewards,
+        ds_config=ds_config,
+        tokenizer=tokenizer,
+        processor=processor,
+        end_ids=end_ids,
+        turns=turns,
+        examples=examples,
+        stream=stream,
+        held_out=held_out,
+        callback=callback,
+        best_by=best_by,
     )
+
+
+def _check_model(config: TrainerConfig, settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the model lacks what settings ask of it."""
+    check_lengths(config, settings)
+    check_adapter(config)
+    config.check(
+        takes_pictures(settings) or not config.freeze_vision_tower,
+        freeze_vision_tower=f"{config.model_name_or_path} has no vision tower: leave it out",
+    )
+    config.check(
+        tokenizer.chat_template is not None or not config.save_system_prompt,
+        save_system_prompt="the model has no chat template to save it in: leave it out",
+    )
+    if tokenizer.chat_template is None:
+        log.info("%s has no chat template: it is given prompts as plain text", config.model_name_or_path)
 
 
 def _order_prompts(config: TrainerConfig, examples: list[Example]) -> PromptStream:
@@ -128,9 +142,14 @@ def _order_prompts(config: TrainerConfig, examples: list[Example]) -> PromptStre
     if config.dataset_order == "adaptive":
         remedy = f"{config.dataset_name} has weights: leave them out, or use shuffled"
         config.check(weights is None, dataset_order=remedy)
-        rounds = config.steps_per_generation, config.max_policy_lag
-        return AdaptiveStream(examples, config.prompts_per_step, seed, *rounds)
-    return PromptStream(examples, config.prompts_per_step, seed, order_of(config, examples), weights)
+        return AdaptiveStream(
+            examples,
+            config.prompts_per_step,
+            seed,
+            steps_per_round=config.steps_per_generation,
+            max_lag=config.max_policy_lag,
+        )
+    return PromptStream(examples, config.prompts_per_step, seed, order=order_of(config, examples), weights=weights)
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:

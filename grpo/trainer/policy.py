@@ -73,6 +73,13 @@ def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel
         batcher = make_batcher(model, inputs.tokenizer.pad_token_id, inputs.processor)
         if not inputs.draws_here(config):
             return batcher, None
-        packs = batcher.packs and config.sampler != "generate"
-        limits = config.max_completion_length, config.sequences_per_generate, packs
-        return batcher, make_sampler(model, inputs.tokenizer, *limits, batcher.vision, inputs.turns, config.cuda_graphs)
+        return batcher, make_sampler(
+            model,
+            inputs.tokenizer,
+            config.max_completion_length,
+            rows=config.sequences_per_generate,
+            packs=batcher.packs and config.sampler != "generate",
+            vision=batcher.vision,
+            turns=inputs.turns,
+            cuda_graphs=config.cuda_graphs,
+        )

@@ -70,7 +70,12 @@ _MOST_COLUMNS = 32 << 20  # bytes of a request, half of a pool's limit
 
 def connect(config: TrainerConfig) -> PoolClient:
     """Return a client of the pool, which need not run yet. Raises ServerError if it refuses, or is another program."""
-    pool = PoolClient(config.pool, config.token, config.ref_ca_file, config.ref_request_timeout)
+    pool = PoolClient(
+        config.pool,
+        token=config.token,
+        ref_ca_file=config.ref_ca_file,
+        request_timeout=config.ref_request_timeout,
+    )
     with suppress(RequestFailure):
         pool.run()
     return pool
@@ -92,7 +97,7 @@ def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PoolSampler(Sampler):
     """The sampler of a run whose completions workers draw. All ranks call it together, each with its own groups."""
 
@@ -141,7 +146,7 @@ class PoolSampler(Sampler):
             if self.config.replay is None:
                 # Tasks that were put ahead are put again: the pool may have dropped them, when a version replaced that
                 # of an earlier start of the run.
-                self._put_tasks(self._round, attempt, examples, ids)
+                self._put_tasks(self._round, examples, ids, attempt=attempt)
                 self._put_tasks_ahead()
             self._drawn = -1
             while waiting:
@@ -157,17 +162,26 @@ class PoolSampler(Sampler):
         last = (self.config.max_steps - 1) // self.config.updates_per_round
         for number in range(max(self._put, self._round) + 1, min(last, self._round + self.config.max_policy_lag) + 1):
             steps = self.config.steps_of_round(number)
-            self._put_tasks(number, 0, *self.prompts.groups_of(steps, self.ranks.rank, self.ranks.size))
+            examples, ids = self.prompts.groups_of(steps, self.ranks.rank, self.ranks.size)
+            self._put_tasks(number, examples, ids, attempt=0)
             self._put = number
 
-    def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
+    def _put_tasks(self, number: int, examples: Sequence[Example], ids: Sequence[int], *, attempt: int) -> None:
         version, has_environment = self.config.version_of_round(number), self.config.environment is not None
         tasks, pictures = [], {}
         for group, row in zip(ids, examples, strict=True):
             named = [(hashlib.sha256(file).hexdigest(), file) for file in pictures_of(row.prompt_ids)]
             pictures |= named
             columns = json.dumps(row.columns) if has_environment else ""
-            tasks.append(Task(group, attempt, version, row.prompt_ids, columns, tuple(name for name, _ in named)))
+            task = Task(
+                group=group,
+                attempt=attempt,
+                version=version,
+                prompt_ids=row.prompt_ids,
+                columns=columns,
+                pictures=tuple(name for name, _ in named),
+            )
+            tasks.append(task)
         longest = max((len(task.columns) for task in tasks), default=0)
         most = min(MOST_TASKS, _MOST_COLUMNS // max(1, longest))
         for start in range(0, len(tasks), most):
@@ -205,7 +219,15 @@ class PoolSampler(Sampler):
         masks, outcomes = drawn.drawn or [None] * count, drawn.outcomes or [None] * count
         rows = zip(drawn.completions, drawn.logprobs, drawn.versions, masks, outcomes, strict=True)
         return [
-            make_rollout(self.tokenizer, self.end_ids, ids, logprobs, versions[0], mask, outcome)
+            make_rollout(
+                self.tokenizer,
+                self.end_ids,
+                ids=ids,
+                logprobs=logprobs,
+                policy_version=versions[0],
+                drawn=mask,
+                outcome=outcome,
+            )
             for ids, logprobs, versions, mask, outcome in rows
         ]
 

@@ -88,10 +88,10 @@ class PolicyCopy:
         logprobs, _ = token_logprobs(self.model, self.batcher.make([self._ids], self.model.device), temperature=1.0)
         # Short numbers: every worker reads the probes of all versions, each time.
         rounded = [round(logprob, 6) for logprob in logprobs.tolist()]
-        return Probe([*prompt], completion, rounded, tuple(self.pictures))
+        return Probe(prompt_ids=[*prompt], completion_ids=completion, logprobs=rounded, pictures=tuple(self.pictures))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PolicyPublisher:
     """The versions of the policy that a pool gets, on rank 0. Raises ServerError if the pool refuses something or does
     not answer by the deadline, SaveError, and Stopped once `stop` is set."""
@@ -159,7 +159,9 @@ class PolicyPublisher:
         path = self._path(number)
         with _saving(path):
             sha256 = self._write(path, weights)
-            version = Version(number, sha256, path.stat().st_size, whole=True, base=None, delta=None, probe=probe)
+            version = Version(
+                version=number, sha256=sha256, size=path.stat().st_size, whole=True, base=None, delta=None, probe=probe
+            )
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_bytes(version.to_json())
             os.replace(unfinished, path.with_suffix(".json"))
@@ -171,7 +173,7 @@ class PolicyPublisher:
         delta = path.with_suffix(".delta")
         with _saving(path):
             if before is not None:
-                delta_bytes = make_delta(self._path(before.version), path, delta, new.size // 2)
+                delta_bytes = make_delta(self._path(before.version), path, delta=delta, limit=new.size // 2)
             delta_sha256 = sha256_of(delta) if delta_bytes else None
         whole = not delta_bytes or self._published % _WHOLE_EVERY == 0
         sent_as = replace(new, whole=whole, base=before.version if delta_bytes else None, delta=delta_sha256)
@@ -248,7 +250,7 @@ def model_files(
         return save({str(path.relative_to(folder)): np.frombuffer(path.read_bytes(), np.uint8) for path in paths})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PoolRun:
     """The run as the pool knows it. Rank 0 alone has one."""
 

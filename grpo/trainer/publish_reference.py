@@ -42,7 +42,7 @@ def has_begun(folder: Path) -> bool:
     return (folder / "reference-0" / _FIRST).is_file()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WeightPublisher:
     """The reference that is in force, and the updates of it. Every rank has one, and all call it together."""
 
@@ -152,7 +152,7 @@ class WeightPublisher:
         size, sha256 = path.stat().st_size, json.loads((self._current / "config.json").read_text())["weights_sha256"]
         with open(path, "rb") as file:
             fingerprint = fingerprint_with(model, self.policy.inputs_fingerprint, WeightsFile(file, size), sha256)
-        return WeightsToSend(path, size, sha256, fingerprint)
+        return WeightsToSend(file=path, size=size, sha256=sha256, fingerprint=fingerprint)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
         """Write alpha * policy + (1 - alpha) * old reference; return the file's SHA-256. (TR-DPO's soft update,

@@ -29,7 +29,7 @@ NCCL_BUFFERS = 2 * 256 * memory.MIB  # assumed: for two groups of ranks, the run
 SAMPLING, BACKWARD, STEP = "sampling", "backward pass", "AdamW's step"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankWork:
     """The most that a rank does at a time."""
 
@@ -43,7 +43,13 @@ class RankWork:
     @classmethod
     def of(cls, config: TrainerConfig, ranks: int, inputs: Inputs) -> RankWork:
         longest = max(len(example.prompt_ids) for example in inputs.examples)
-        work = cls(config, ranks, longest, len(inputs.held_out), inputs.processor)
+        work = cls(
+            config=config,
+            ranks=ranks,
+            longest_prompt=longest,
+            held_out=len(inputs.held_out),
+            processor=inputs.processor,
+        )
         pictured = [replace(work, pictured=prompt) for prompt in inputs.pictured]
         return max(pictured, key=lambda work: work.picture_tokens, default=work)
 
@@ -114,7 +120,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
     elif offloads:
         standing["a gradient"] = item * largest
         is_pinned = cuda and bool(zero["offload_optimizer"].get("pin_memory"))
-        terms, not_yet = _offloaded(model, work.ranks, item, in_fp32, is_pinned)
+        terms, not_yet = _offloaded(model, work.ranks, item=item, in_fp32=in_fp32, is_pinned=is_pinned)
         optimizer |= terms
     in_host = cuda and offloads
     host = optimizer | {"a checkpoint as it is read": max(0, 4 * share - not_yet)} if in_host else {}
@@ -132,7 +138,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
         if sampling and (work.ranks > 1 or "weights" in host):
             sampling["all weights"] = memory.weights(model, config.quantization)
     else:
-        begin, end, step = _gradients(work, item, sizes, zero, in_fp32, offloads, cuda)
+        begin, end, step = _gradients(work, zero, sizes=sizes, item=item, in_fp32=in_fp32, offloads=offloads, cuda=cuda)
     if eight_bit and not cuda:
         step["bitsandbytes' moments in fp32"] = 20 * share  # on a CPU alone
     outside = {"CUDA": memory.CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS, "pixels": work.kept_pixels}
@@ -152,7 +158,7 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
 
 
 def _offloaded(
-    model: PreTrainedModel, ranks: int, item: int, in_fp32: bool, is_pinned: bool
+    model: PreTrainedModel, ranks: int, *, item: int, in_fp32: bool, is_pinned: bool
 ) -> tuple[memory.Terms, int]:
     """Return what of ZeRO-2's offloaded optimizer may be page-locked, and what of it comes with the first step."""
 
@@ -183,10 +189,18 @@ def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memo
         heads = model.config.get_text_config().num_attention_heads
         copies *= max(1.0, ranks * queries / (keys * heads))  # a rank has at least one key head
         exchanged = model.dtype.itemsize * work.tokens * (4 * queries + 2 * keys)
-    size = work.tokens, work.sequence, device_type, copies
+    activations = memory.activations(
+        model,
+        work.tokens,
+        longest=work.sequence,
+        device_type=device_type,
+        copies=copies,
+        backward=True,
+        pictures=pictures,
+    )
     return {
         "exchanged heads": exchanged,
-        "activations": memory.activations(model, *size, backward=True, pictures=pictures),
+        "activations": activations,
         "head's gradient": gradient,  # until the embeddings' is there, if tied
         **memory.beside_products(model, config.quantization, work.tokens),
     }
@@ -217,7 +231,7 @@ def _in_place(model: PreTrainedModel, zero: dict) -> int:
 
 
 def _gradients(
-    work: RankWork, item: int, sizes: list[int], zero: dict, in_fp32: bool, offloads: bool, cuda: bool
+    work: RankWork, zero: dict, *, sizes: list[int], item: int, in_fp32: bool, offloads: bool, cuda: bool
 ) -> tuple[memory.Terms, memory.Terms, memory.Terms]:
     """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step. The ranks sum a
     bucket of gradients at a time. A parameter larger than a bucket is summed alone, and held twice. A GPU's memory is
@@ -260,13 +274,14 @@ def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> memor
     groups = work.prompts * config.steps_per_generation
     calls = []
     if config.sampler != "pool":
-        calls.append(_continuous(model, work, device_type, groups, config.draws))
+        calls.append(_continuous(model, work, device_type, groups=groups, copies=config.draws))
     if work.held_out:
-        calls.append(_continuous(model, work, device_type, min(config.sequences_per_generate, work.held_out), copies=1))
+        groups = min(config.sequences_per_generate, work.held_out)
+        calls.append(_continuous(model, work, device_type, groups=groups, copies=1))
     return max(calls, key=memory.total)
 
 
-def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> memory.Terms:
+def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, *, groups: int, copies: int) -> memory.Terms:
     """Return the highest of the passes of prompts, of answers, and of the last token (grpo/sampling/rows.py)."""
     config, (_, keys), item = work.config, memory.attention_widths(model), model.dtype.itemsize
     text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
@@ -287,9 +302,10 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     }
     # Recorded steps have memory of their own (grpo/sampling/rows.py), beside that of a step before it is recorded.
     recorded = {"recorded steps": memory.total(step)} if device_type == "cuda" and config.cuda_graphs else {}
+    pictures = work.pictures(together)
     first = {
         "KV cache": prompts,
-        "prompts": memory.activations(model, tokens, prompt, device_type, pictures=work.pictures(together)),
+        "prompts": memory.activations(model, tokens, longest=prompt, device_type=device_type, pictures=pictures),
         **memory.beside_products(model, config.quantization, tokens),
     }
     if rows < groups * copies:  # prompts that follow the first ones find the rows there
@@ -299,7 +315,8 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     passes = [first, full | step | recorded]
     if config.has_turns:  # one long answer alone, or shorter ones together
         fed = min(rows * completion, max(completion, PREFILL_TOKENS))
-        answers = {"answers": memory.activations(model, fed, prompt + completion, device_type)}
+        longest = prompt + completion
+        answers = {"answers": memory.activations(model, fed, longest=longest, device_type=device_type)}
         passes.append(full | answers | memory.beside_products(model, config.quantization, fed) | recorded)
     return max(passes, key=memory.total)
 
@@ -316,7 +333,9 @@ def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> memor
     pictures = work.pictures(work.rows)
     first = {
         "KV cache": cache * context,
-        "prompts": memory.activations(model, tokens, context, device_type, padded=True, pictures=pictures),
+        "prompts": memory.activations(
+            model, tokens, longest=context, device_type=device_type, padded=True, pictures=pictures
+        ),
     }
     # A layer's keys are made anew to take a token in; transformers before 5.23 repeats them for all heads.
     again = (2 * queries if queries > keys else keys) * work.rows * work.sequence * item

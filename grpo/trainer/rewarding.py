@@ -33,6 +33,7 @@ def score_rollouts(
     examples: Sequence[Example],
     rollouts: Sequence[Rollout],
     state: TrainerState,
+    *,
     logged: Logged | None = None,
     key: Key = (),
 ) -> np.ndarray:
@@ -52,7 +53,16 @@ def score_rollouts(
     completions = [_messages(rollout) if example.conversation else rollout.text for example, rollout in pairs]
     conversations = [_converse(example, rollout) for example, rollout in pairs]
     with user_code(*key):
-        return compute_rewards(functions, prompts, completions, columns, conversations, state, logged, key)
+        return compute_rewards(
+            functions,
+            prompts=prompts,
+            completions=completions,
+            columns=columns,
+            conversations=conversations,
+            state=state,
+            logged=logged,
+            key=key,
+        )
 
 
 def try_rewards(
@@ -63,8 +73,16 @@ def try_rewards(
     tried. Raises RewardError, ConfigError."""
     functions, pool = start_functions(rewards, config, workers=1)
     text, what = (example.gold, "gold answer") if example.gold else (example.prompt, "text")
-    answer = Rollout(tokenizer(text, add_special_tokens=False)["input_ids"], True, text, [], 0)
-    empty = Rollout([tokenizer.eos_token_id], True, "", [], 0)
+    answer = Rollout(
+        completion_ids=tokenizer(text, add_special_tokens=False)["input_ids"],
+        finished=True,
+        text=text,
+        sampling_logprobs=[],
+        policy_version=0,
+    )
+    empty = Rollout(
+        completion_ids=[tokenizer.eos_token_id], finished=True, text="", sampling_logprobs=[], policy_version=0
+    )
     for reward in rewards.values():
         if isinstance(reward, str) and "://" not in reward:
             try_template(config, reward, _converse(example, answer))
@@ -140,6 +158,7 @@ class Rewarder:
         examples: Sequence[Example],
         rollouts: Sequence[Rollout],
         state: TrainerState,
+        *,
         logged: Logged | None = None,
         key: Key = (),
     ) -> torch.Tensor:
@@ -148,7 +167,7 @@ class Rewarder:
         punishment for length counts the tokens of answers too, and applies only beside another reward. Raises
         RewardError, ServerError."""
         config, key = self.config, (self.config.seed, state.global_step, *key)
-        by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged, key))
+        by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged=logged, key=key))
         given = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
         for name in self._of_environment:
             row = torch.tensor([[rewards.get(name, np.nan) for rewards in given]], dtype=torch.float64)

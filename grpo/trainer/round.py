@@ -31,7 +31,7 @@ from grpo.trainer.rewarding import Rewarder, fail_together
 from grpo.trainer.step import ReferenceRequests, policy_logprobs, split_masked, wait_together
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Rounds:
     """The source of a run's rounds: completions of the policy as it is, with all that the updates need."""
 
@@ -51,7 +51,7 @@ class Rounds:
         self._weights = self.rewarder.weights
         self.requests: ReferenceRequests = {}  # of the round, by group id
 
-    def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
+    def collect(self, number: int, *, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. Return the batch of each of its
         steps, and how many groups were replaced. All ranks call it together. Raises ServersLost and RewardsLost."""
         config = self.config
@@ -67,9 +67,9 @@ class Rounds:
                 by_function = self._reward(groups, attempt=0)
             greedy = self._reward_greedy(groups, attempt=0)
         if isinstance(self.stream, AdaptiveStream):
-            signals = groups_with_signal(by_function, self.rewarder.signal_weights, config, greedy).tolist()
+            signals = groups_with_signal(by_function, self.rewarder.signal_weights, config, greedy=greedy).tolist()
             self.stream.record(gather(dict(zip(ids, signals, strict=True))))
-        replaced = self._replace(groups, by_function, greedy, steps[0])
+        replaced = self._replace(groups, by_function, greedy=greedy, first_step=steps[0])
         compared_rewards = by_function
         if config.num_draws is not None:
             chosen = most_varied(total_rewards(by_function, self._weights), config.num_generations)
@@ -99,15 +99,17 @@ class Rounds:
         # Some ways to compare look at the rewards of all ranks.
         by_rank = zip(*gather((compared_rewards, greedy, penalty, lengths)), strict=True)
         of_all = [torch.cat(parts, dim) for parts, dim in zip(by_rank, (1, 1, 0, 0), strict=True)]
-        all_rewards, all_greedy, *penalties_and_lengths = of_all
-        compared = advantages(all_rewards, self._weights, config, *penalties_and_lengths, all_greedy)
+        all_rewards, all_greedy, all_penalties, all_lengths = of_all
+        compared = advantages(
+            all_rewards, self._weights, config, penalty=all_penalties, lengths=all_lengths, greedy=all_greedy
+        )
         share_of_rank = compared[self._rank * len(groups) : (self._rank + 1) * len(groups)]
         for sample, advantage in zip(samples, share_of_rank.flatten().tolist(), strict=True):
             sample.advantage = advantage
 
         signal = share_of_rank.ne(0).any(dim=1)
         rewards = total_rewards(by_function, self._weights)
-        whole = StepBatch(groups, by_function, rewards, signal, samples)
+        whole = StepBatch(groups=groups, by_function=by_function, rewards=rewards, signal=signal, samples=samples)
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 
     def ask_again(self, batches: list[StepBatch]) -> None:
@@ -127,21 +129,29 @@ class Rounds:
         """Draw a group for each example. Ask the reference about groups as they end, together in one request."""
 
         def ask(ended: dict[int, list[Rollout]]) -> None:
-            groups = [Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()]
+            groups = [
+                Group(id=ids[place], example=examples[place], rollouts=rollouts) for place, rollouts in ended.items()
+            ]
             self._ask(groups)
 
         config = self.config
         on_groups = ask if self.client is not None and config.num_draws is None else None
         seed = config.seed + (attempt << 32)  # a replacement has its group's id, so it is drawn with another seed
-        sampled = self.sampler.sample(examples, config.draws, config.temperature, seed, on_groups, ids)
-        return list(map(Group, ids, examples, sampled))
+        sampled = self.sampler.sample(
+            examples, config.draws, config.temperature, seed=seed, on_groups=on_groups, ids=ids
+        )
+        return [
+            Group(id=group_id, example=example, rollouts=rollouts)
+            for group_id, example, rollouts in zip(ids, examples, sampled, strict=True)
+        ]
 
     def _reward(self, groups: list[Group], attempt: int) -> torch.Tensor:
         """Compute the groups' rewards: float64 [functions, groups, drawn completions], NaN if one does not apply."""
         logged = Logged()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         examples = [group.example for group in groups for _ in group.rollouts]
-        by_function = self.rewarder.compute(examples, rollouts, self._state, logged, (self._rank, attempt))
+        key = (self._rank, attempt)
+        by_function = self.rewarder.compute(examples, rollouts, self._state, logged=logged, key=key)
         for name, values in logged.metrics.items():
             self.logged.setdefault(name, []).extend(values)
         if logged.extra:
@@ -161,12 +171,12 @@ class Rounds:
         with self._clock("reward"):
             return self.rewarder.compute(examples, rollouts, self._state, key=(self._rank, attempt, "greedy"))
 
-    def _replace(self, groups: list[Group], by_function: torch.Tensor, greedy: torch.Tensor, first_step: int) -> int:
+    def _replace(self, groups: list[Group], by_function: torch.Tensor, *, greedy: torch.Tensor, first_step: int) -> int:
         """Replace groups without signal by groups of other prompts, in `groups`, `by_function` and `greedy`, up to
         max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
         config, replaced = self.config, 0
         for attempt in range(1, config.max_resample + 1):
-            signal = groups_with_signal(by_function, self.rewarder.signal_weights, config, greedy)
+            signal = groups_with_signal(by_function, self.rewarder.signal_weights, config, greedy=greedy)
             rows = (~signal).nonzero().flatten().tolist()
             on_all_ranks = sum(gather(len(rows)))
             if on_all_ranks == 0:
@@ -179,7 +189,8 @@ class Rounds:
             with fail_together(), self.weights_to_draw():
                 with self._clock("generate"):
                     places = [group_id - first_step * config.prompts_per_step for group_id in ids]
-                    examples = self.stream.replacements(first_step, config.steps_per_generation, attempt, places)
+                    steps = config.steps_per_generation
+                    examples = self.stream.replacements(first_step, steps, attempt=attempt, places=places)
                     new_groups = self._draw(examples, ids, attempt)
                 if rows:
                     with self._clock("reward"):
@@ -206,7 +217,9 @@ class Rounds:
 def make_samples(group: Group) -> list[Sample]:
     samples = []
     for place, rollout in enumerate(group.trained.values()):
-        sample = Sample(group.example.prompt_ids, rollout.completion_ids, rollout.finished)
+        sample = Sample(
+            prompt_ids=group.example.prompt_ids, completion_ids=rollout.completion_ids, finished=rollout.finished
+        )
         sample.group_id, sample.place = group.id, place
         sample.drawn = None if rollout.drawn is None else np.asarray(rollout.drawn, bool)
         sample.sampling_logprobs = sample.of_drawn(np.asarray(rollout.sampling_logprobs, np.float32))

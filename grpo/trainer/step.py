@@ -36,6 +36,7 @@ def update(
     config: TrainerConfig,
     batcher: Batcher,
     clock: PhaseClock,
+    *,
     beta: float,
     entropy_coef: float,
     requests: ReferenceRequests,
@@ -49,14 +50,10 @@ def update(
     every rank, with the weights unchanged, if the reference did not answer a request.
     """
     samples, _ = split_masked(samples, config)
-    high_entropy = None
     if batcher.ranks is not None and config.beta > 0:  # each of them needs the others' log-probs
         with clock("wait_ref"):
             wait_together(samples, requests)
-    if config.top_entropy_quantile < 1:
-        with clock("old_logprobs"):
-            _, entropies = policy_logprobs(engine.module, samples, config, batcher, with_entropy=True)
-        high_entropy, _ = _of_row_ranks(_highest(entropies, config.top_entropy_quantile), batcher)
+    high_entropy = _high_entropy(engine.module, samples, config, batcher, clock)
     samples, _ = _of_row_ranks(samples, batcher)
     micro_batches = batcher.cut(_sequences(samples), config.micro_batch_tokens)
     size = _whole_step(samples, high_entropy, batcher, engine.module.device)
@@ -68,7 +65,17 @@ def update(
         with clock("routers"):
             chosen = _experts_chosen(engine.module, samples, micro_batches, batcher)
 
-    step = _Step(engine, config, batcher, clock, beta, entropy_coef, requests, size, chosen)
+    step = _Step(
+        engine=engine,
+        config=config,
+        batcher=batcher,
+        clock=clock,
+        beta=beta,
+        entropy_coef=entropy_coef,
+        requests=requests,
+        size=size,
+        chosen=chosen,
+    )
     # DeepSpeed 0.19 takes the first backward pass of each step for the last one. With an offloaded optimizer it then
     # drops the gradients that it reduced during that pass, all but those of the last bucket.
     engine.optimizer.set_gradient_accumulation_boundary(False)
@@ -85,7 +92,7 @@ def update(
     return step.stats() if batcher.ranks is None or batcher.ranks.rank == 0 else {}  # the others' are the same
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Step:
     """One optimizer step: what its micro-batches share, and the numbers that they leave, on the device until the step
     is done: to fetch one waits for all work of the device."""
@@ -114,9 +121,14 @@ class _Step:
         # place of the one before.
         self.engine.optimizer.clear_backward_seen_flag()
         tokens, routers = self._forward(rows, high_entropy)
-        constants = {"beta": self.beta, "entropy_coef": self.entropy_coef}
-        longest = config.max_completion_length
-        loss, metrics = grpo_loss(tokens, self.size, config, **constants, max_completion_length=longest)
+        loss, metrics = grpo_loss(
+            tokens,
+            self.size,
+            config,
+            beta=self.beta,
+            entropy_coef=self.entropy_coef,
+            max_completion_length=config.max_completion_length,
+        )
         sums = {}
         if self.chosen is not None:
             imbalance = balance_loss(routers, self.chosen, self.size)
@@ -150,8 +162,17 @@ class _Step:
         else:
             logprobs, entropy, routers = with_router_logits(model, batch, temperature)
         reference = _joined(self._reference(rows), device)
-        tokens = (lengths, advantages, logprobs, entropy, old_logprobs, reference, sampling_logprobs, high)
-        return Tokens(*tokens), routers
+        tokens = Tokens(
+            lengths=lengths,
+            advantages=advantages,
+            logprobs=logprobs,
+            entropy=entropy,
+            old_logprobs=old_logprobs,
+            ref_logprobs=reference,
+            sampling_logprobs=sampling_logprobs,
+            high_entropy=high,
+        )
+        return tokens, routers
 
     def _reference(self, rows: list[Sample]) -> list[np.ndarray] | None:
         """Return the reference's log-probs, zeros after a failed request: all ranks raise after the last collective."""
@@ -173,7 +194,7 @@ class _Step:
             for sample, distances in self.by_sample(self.values[DISTANCE]):
                 add_stats(stats, {f"{DRIFT}{sample.group_id}:none": distances})
         return stats | {
-            name: Stats(len(parts), sum(torch.stack(parts).tolist()), statistic="sum")
+            name: Stats(count=len(parts), total=sum(torch.stack(parts).tolist()), statistic="sum")
             for name, parts in self.sums.items()
         }
 
@@ -255,7 +276,7 @@ def _of_row_ranks(values: list, batcher: Batcher) -> tuple[list, slice]:
 
 
 def _filler() -> list[Sample]:
-    return [Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))]
+    return [Sample(prompt_ids=[0], completion_ids=[0], finished=True, ref_logprobs=np.zeros(1, np.float32))]
 
 
 def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
@@ -280,6 +301,18 @@ def _joined(parts: list[np.ndarray | None] | None, device: torch.device) -> torc
     return None if parts is None or parts[0] is None else torch.from_numpy(np.concatenate(parts)).to(device)
 
 
+def _high_entropy(
+    model: PreTrainedModel, samples: list[Sample], config: TrainerConfig, batcher: Batcher, clock: PhaseClock
+) -> list[np.ndarray] | None:
+    """Mark the tokens in the policy term, of all samples in this rank's rows: bool [sample.tokens]; None for all."""
+    if config.top_entropy_quantile == 1:
+        return None
+    with clock("old_logprobs"):
+        _, entropies = policy_logprobs(model, samples, config, batcher, with_entropy=True)
+    marks, _ = _of_row_ranks(_highest(entropies, config.top_entropy_quantile), batcher)
+    return marks
+
+
 def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
     """Mark the tokens whose entropy is within the highest `share` of the step's, over all ranks: bool, shaped as given.
     Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939, equation 6. The quantile is interpolated, as TRL does.
@@ -299,4 +332,5 @@ def _whole_step(
     dist.all_reduce(sums)
     if batcher.ranks is not None:
         sums //= batcher.ranks.size  # they have the same samples
-    return StepSize(*sums.tolist())
+    sequences, tokens, high = sums.tolist()
+    return StepSize(sequences=sequences, tokens=tokens, high_entropy_tokens=high)

@@ -232,9 +232,9 @@ class ProcessPool:
         """`service`: the first arguments of UserProcess; `timeout`: seconds of a call; `started`: processes to start
         now, which import the user's files before they are needed."""
         self.timeout = timeout
-        self._arguments = *service, os.getcwd()
+        self._service, self._folder = service, os.getcwd()
         self._lock = threading.Lock()
-        self._all = [UserProcess(*self._arguments) for _ in range(started)]
+        self._all = [self._start() for _ in range(started)]
         self._idle = deque(self._all)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="user's code")
         self._is_closed = False
@@ -260,9 +260,13 @@ class ProcessPool:
                 process = self._idle.popleft()
                 process.replace_if_ended()  # the system may have killed it: memory
                 return process
-            process = UserProcess(*self._arguments)
+            process = self._start()
             self._all.append(process)
             return process
+
+    def _start(self) -> UserProcess:
+        make_service, arguments, names = self._service
+        return UserProcess(make_service, arguments, names, self._folder)
 
     def give_back(self, process: UserProcess) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from grpo.wire.refusals import VERSION
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """A description of a model. The trainer compares that of its policy with that of the reference."""
 
@@ -33,7 +33,7 @@ class ModelInfo:
 _SENT = {"name": "model", "fingerprint": "model_fingerprint"}  # fields of ModelInfo with another name in the answer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerInfo:
     """The answer to `GET /health`: a server's state, and its model."""
 

@@ -27,7 +27,7 @@ _SEQUENCES = ("input_ids", "prompt_lengths", "completion_lengths")
 _PICTURES = ("pictures", "picture_lengths", "picture_counts")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LogprobsRequest:
     """Sequences to score: each is a prompt followed by its completion, all concatenated."""
 
@@ -40,14 +40,23 @@ class LogprobsRequest:
     pictures: Sequence[tuple[bytes, ...]] = ()  # of each sequence's prompt, encoded; empty without pictures
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, request_id="", client=""):
+    def of(
+        cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, *, request_id="", client=""
+    ):
         """Make a request of the completions of one prompt, which may be a PicturedPrompt."""
         count, pictures = len(completions), pictures_of(prompt_ids)
         ids = np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions])
         prompt_lengths = np.full(count, len(prompt_ids), np.int32)
         lengths = np.asarray([*map(len, completions)], np.int32)
-        repeated = [pictures] * count if pictures else ()
-        return cls(ids, prompt_lengths, lengths, temperature, request_id, client, repeated)
+        return cls(
+            input_ids=ids,
+            prompt_lengths=prompt_lengths,
+            completion_lengths=lengths,
+            temperature=temperature,
+            request_id=request_id,
+            client=client,
+            pictures=[pictures] * count if pictures else (),
+        )
 
     @classmethod
     def joined(cls, requests: Sequence[LogprobsRequest]):
@@ -75,7 +84,7 @@ class LogprobsRequest:
         return sequences
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LogprobsAnswer:
     """Log-probs of every completion token of a request."""
 
@@ -96,7 +105,7 @@ _LOWEST_TEMPERATURE = 1e-6  # lowest temperature; far below it, logits / tempera
 
 
 def decode_request(
-    body: bytes, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
+    body: bytes, *, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
     """Read the body of a request, and check it in full; of pictures read only the headers. Raises ProtocolError: 400
     for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES in all, 422 for a sequence
@@ -129,7 +138,9 @@ def decode_request(
     names = {name: metadata.get(name, "") for name in ("request_id", "client")}
     for name, text in names.items():
         check_name(name, text)
-    request = LogprobsRequest(ids, prompts, completions, temperature, **names)
+    request = LogprobsRequest(
+        input_ids=ids, prompt_lengths=prompts, completion_lengths=completions, temperature=temperature, **names
+    )
     return _with_pictures(request, tensors) if tensors.keys() & {*_PICTURES} else request
 
 
@@ -202,4 +213,8 @@ def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
         raise malformed(f"the answer's logprobs should be float32 [{tokens}], found {received}")
     if not np.isfinite(logprobs).all():
         raise malformed("the answer's logprobs hold NaN or infinity")
-    return LogprobsAnswer(logprobs, metadata.get("model_fingerprint", ""), metadata.get("request_id", ""))
+    return LogprobsAnswer(
+        logprobs=logprobs,
+        model_fingerprint=metadata.get("model_fingerprint", ""),
+        request_id=metadata.get("request_id", ""),
+    )

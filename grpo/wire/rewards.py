@@ -18,7 +18,7 @@ Input = str | list[Message]  # a text, scored as it is, or a chat, made a text b
 _MOST_MESSAGES = 65_536  # of a request: sixteen for each chat that it may have by default, some 20 MB
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardRequest:
     """Texts and chats to score."""
 
@@ -68,7 +68,7 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == {"role", "content"} and all(map(_is_text, value.values()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardAnswer:
     """A score for each input of a request."""
 
@@ -89,4 +89,8 @@ class RewardAnswer:
         array = np.array(scores, np.float32)
         if not np.isfinite(array).all():
             raise malformed("the answer's scores hold NaN or infinity")
-        return cls(array, str(fields.get("model_fingerprint", "")), str(fields.get("request_id", "")))
+        return cls(
+            scores=array,
+            model_fingerprint=str(fields.get("model_fingerprint", "")),
+            request_id=str(fields.get("request_id", "")),
+        )

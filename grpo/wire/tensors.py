@@ -98,7 +98,7 @@ def read_tensors(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         if len(entry.shape) != 1:
             raise malformed(f"tensor {name!r} has {len(entry.shape)} dimensions: send one dimension")
         # A copy: the data need not be aligned, and the rest of the body can be freed.
-        tensors[name] = np.frombuffer(body, _DTYPES[entry.dtype], entry.count, entry.start).copy()
+        tensors[name] = np.frombuffer(body, _DTYPES[entry.dtype], count=entry.count, offset=entry.start).copy()
     return tensors, metadata
 
 
@@ -117,7 +117,7 @@ int32, float32, uint8 = (partial(_of_dtype, dtype=dtype) for dtype in (np.int32,
 # The queries of the requests that replace a server's weights, or bring a pool a file (docs/protocol.md).
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FilePart:
     """The query of `POST /v1/weights`: where its body belongs in a safetensors file with a model's weights."""
 
@@ -128,10 +128,11 @@ class FilePart:
     @classmethod
     def of(cls, query: Mapping[str, str]) -> FilePart:
         """Read a request's query. Raises ProtocolError, 400."""
-        return cls(check_hex("sha256", query.get("sha256"), 64), _count(query, "size"), _count(query, "offset"))
+        sha256 = check_hex("sha256", query.get("sha256"), 64)
+        return cls(sha256=sha256, size=_count(query, "size"), offset=_count(query, "offset"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Commit:
     """The query of `POST /v1/weights/commit`: replace a model's weights by these uploaded ones."""
 
@@ -142,8 +143,11 @@ class Commit:
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Commit:
         """Read a request's query. Raises ProtocolError, 400."""
-        digits = {"sha256": 64, "replaces": 16, "becomes": 16}
-        return cls(*(check_hex(name, query.get(name), count) for name, count in digits.items()))
+        return cls(
+            sha256=check_hex("sha256", query.get("sha256"), 64),
+            replaces=check_hex("replaces", query.get("replaces"), 16),
+            becomes=check_hex("becomes", query.get("becomes"), 16),
+        )
 
 
 def _count(query: Mapping[str, str], name: str) -> int:

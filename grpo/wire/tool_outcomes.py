@@ -24,7 +24,7 @@ _LIMITS = ("max_turns", "max_tool_calling_iterations", "max_tool_response_length
 SETTINGS = (*_LIMITS, "tool_call_parser", "chat_template_kwargs")  # those of a run that its workers take over
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a completion of several segments ended. Plain data, as all records."""
 
@@ -55,7 +55,8 @@ class Outcome:
             raise malformed("messages: send a message of the assistant first")
         if fault := find_unrecordable(outcome.messages, _DEEPEST_MESSAGES):
             raise malformed(f"messages: send none that has {fault}")
-        check_int("tool_failures", outcome.tool_failures, 0, check_int("tool_calls", outcome.tool_calls, 0))
+        calls = check_int("tool_calls", outcome.tool_calls, least=0)
+        check_int("tool_failures", outcome.tool_failures, least=0, most=calls)
         if not isinstance(outcome.rewards, dict) or not all(
             value is None or is_number(value) for value in outcome.rewards.values()
         ):
@@ -64,7 +65,7 @@ class Outcome:
         return replace(outcome, rewards=rewards)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunTools:
     """The tools and environment that a worker must have, and the run's settings of them."""
 
@@ -87,7 +88,8 @@ class RunTools:
         schemas = [*(schemas or [])]
         names = [schema["function"]["name"] for schema in schemas]
         digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
-        return cls(names, digest, environment and environment.rpartition(":")[2], [*rewards], **settings)
+        class_name = environment and environment.rpartition(":")[2]
+        return cls(tools=names, schemas=digest, environment=class_name, rewards=[*rewards], **settings)
 
     @classmethod
     def of_fields(cls, content: object) -> RunTools:

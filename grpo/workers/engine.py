@@ -48,7 +48,9 @@ class WorkerTools:
         from grpo.data.records import Example
 
         prompt = self._tokenizer.decode([*task.prompt_ids], skip_special_tokens=False)
-        return Example(task.group, prompt, task.prompt_ids, json.loads(task.columns or "{}"))
+        return Example(
+            index=task.group, prompt=prompt, prompt_ids=task.prompt_ids, columns=json.loads(task.columns or "{}")
+        )
 
     def close(self) -> None:
         self._turns.close()
@@ -159,4 +161,13 @@ def draw_in_turns(
 
     with ThreadPoolExecutor(run.num_generations, thread_name_prefix="turns") as threads:
         rows = [*threads.map(draw_completion, range(run.num_generations))]
-    return GroupResult(*task.key, *map(list, zip(*rows, strict=True)))
+    completions, logprobs, versions, drawn, outcomes = map(list, zip(*rows, strict=True))
+    return GroupResult(
+        group=task.group,
+        attempt=task.attempt,
+        completions=completions,
+        logprobs=logprobs,
+        versions=versions,
+        drawn=drawn,
+        outcomes=outcomes,
+    )

@@ -61,7 +61,7 @@ class GenerationWorker:
         self.stop = stop or threading.Event()
         self._config, self._engine, self._is_started = config, engine, False
         self._turns: WorkerTools | None = None
-        self._new_client = partial(PoolClient, config.pool, config.token, config.ref_ca_file)
+        self._new_client = partial(PoolClient, config.pool, token=config.token, ref_ca_file=config.ref_ca_file)
         self._client = self._new_client()
         self._patience = Retrier(self._client, config.pool_deadline, self.stop)
         self._senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
@@ -122,7 +122,9 @@ class GenerationWorker:
             # Not while a request for tasks is waiting: the pool would give them to this worker again.
             is_quiet = self._lease_lock.acquire(timeout=2 * POLL)
             try:
-                self._new_client(request_timeout=POLL).lease(Lease(self.name, 0, [], 0.0, message="ended"))
+                self._new_client(request_timeout=POLL).lease(
+                    Lease(worker=self.name, room=0, holds=[], wait=0.0, message="ended")
+                )
             except (RequestFailure, ServerError) as error:
                 log.info("the leases were not given back (%s): they end by themselves", error)
             if is_quiet:
@@ -243,9 +245,17 @@ class GenerationWorker:
         def ask() -> LeaseReply:
             with self._changed:
                 holds = [[*key] for key in sorted(self._holds)]
-            version = -1 if self._version is None else self._version.version
-            state = self._engine.card, version, self._message, self._last_minute()[2]
-            leased = self._client.lease(Lease(self.name, room, holds, wait, *state))
+            lease = Lease(
+                worker=self.name,
+                room=room,
+                holds=holds,
+                wait=wait,
+                card=self._engine.card,
+                version=-1 if self._version is None else self._version.version,
+                message=self._message,
+                tokens_per_second=self._last_minute()[2],
+            )
+            leased = self._client.lease(lease)
             with self._changed:
                 self._holds |= {task.key for task in leased.tasks}
             return leased

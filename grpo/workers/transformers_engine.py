@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,9 +69,15 @@ class TransformersEngine:
             check_processor(run, "" if processor is None else processor.fingerprint)
             self._batcher = make_batcher(model, tokenizer.pad_token_id, processor)
             self.capacity = max(1, self._rows // run.num_generations)
-            rows = self.capacity * run.num_generations
-            sizes = run.max_completion_length, rows, self._batcher.packs
-            self._sampler = make_sampler(model, tokenizer, *sizes, self._batcher.vision, turns)
+            self._sampler = make_sampler(
+                model,
+                tokenizer,
+                run.max_completion_length,
+                rows=self.capacity * run.num_generations,
+                packs=self._batcher.packs,
+                vision=self._batcher.vision,
+                turns=turns,
+            )
         self._run, self._turns, self._model, self._version = run, turns, model, version
 
     def load(self, folder: Path, version: int) -> None:
@@ -118,21 +125,27 @@ class TransformersEngine:
                 results[place].set_result(self._result(tasks[place], rollouts))
 
         examples = [
-            Example(task.group, "", task.prompt_ids, {}) if turns is None else turns.make_example(task)
+            Example(index=task.group, prompt="", prompt_ids=task.prompt_ids, columns={})
+            if turns is None
+            else turns.make_example(task)
             for task in tasks
         ]
         seed, ids = run.seed + (attempt << 32), [task.group for task in tasks]
         with _failures():
-            sampler.sample(examples, run.num_generations, run.temperature, seed, hand_over, ids)
+            sampler.sample(examples, run.num_generations, run.temperature, seed=seed, on_groups=hand_over, ids=ids)
 
     def _result(self, task: Task, rollouts: list[Rollout]) -> GroupResult:
-        ids = [rollout.completion_ids for rollout in rollouts]
-        logprobs = [rollout.sampling_logprobs for rollout in rollouts]
-        versions = [[self._version] * len(row) for row in ids]
+        result = GroupResult(
+            group=task.group,
+            attempt=task.attempt,
+            completions=[rollout.completion_ids for rollout in rollouts],
+            logprobs=[rollout.sampling_logprobs for rollout in rollouts],
+            versions=[[self._version] * len(rollout.completion_ids) for rollout in rollouts],
+        )
         if self._turns is None:
-            return GroupResult(*task.key, ids, logprobs, versions)
+            return result
         drawn = [rollout.drawn or [True] * len(rollout.completion_ids) for rollout in rollouts]
-        return GroupResult(*task.key, ids, logprobs, versions, drawn, [rollout.outcome for rollout in rollouts])
+        return replace(result, drawn=drawn, outcomes=[rollout.outcome for rollout in rollouts])
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""

@@ -153,11 +153,21 @@ class VllmEngine:
             reason = f"vllm_args: --max-model-len is {self._longest}, and group {task.group} needs {needed} tokens"
             raise WorkerFailed(f"{reason}: give vLLM more memory, or a larger --max-model-len")
         if self.turns is not None:
-            return draw_in_turns(self.turns, run, task, lambda ids, room: self._draw_segments(ids, 1, room, version)[0])
-        segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)
-        return GroupResult(*task.key, *map(list, zip(*segments, strict=True)))
 
-    def _draw_segments(self, prompt: _Prompt, count: int, longest: int, version: int) -> list[Segment]:
+            def draw_segment(ids: list[int], room: int) -> Segment:
+                (segment,) = self._draw_segments(ids, count=1, longest=room, version=version)
+                return segment
+
+            return draw_in_turns(self.turns, run, task, draw_segment)
+        segments = self._draw_segments(
+            task.prompt_ids, count=run.num_generations, longest=run.max_completion_length, version=version
+        )
+        completions, logprobs, versions = map(list, zip(*segments, strict=True))
+        return GroupResult(
+            group=task.group, attempt=task.attempt, completions=completions, logprobs=logprobs, versions=versions
+        )
+
+    def _draw_segments(self, prompt: _Prompt, *, count: int, longest: int, version: int) -> list[Segment]:
         run = self.run
         parameters = {
             "n": count,

@@ -131,7 +131,7 @@ class ModelFolder:
             read = self._fetch_whole(start.sha256)
         for version in deltas:
             read += self._fetch(version.delta, delta)
-            apply_delta(self._weights, delta, self._weights, version.sha256)
+            apply_delta(self._weights, delta, new=self._weights, sha256=version.sha256)
             self.sha256 = version.sha256
             delta.unlink()
         log.info("version %d: %.1f MB in %.1f s", number, read / 1e6, time.monotonic() - began)

@@ -196,7 +196,9 @@ def compute(name: str, rewards, lengths, greedy, penalty=0.0, **options) -> tupl
     settings = LossSection(advantage_estimator=name, **options)
     half = tensor([rewards, rewards])
     baselines = tensor([greedy, greedy])
-    result = advantages(half, tensor([0.25, 0.75]), settings, penalty, torch.tensor(lengths), baselines)
+    result = advantages(
+        half, tensor([0.25, 0.75]), settings, penalty=penalty, lengths=torch.tensor(lengths), greedy=baselines
+    )
     return result, settings
 
 

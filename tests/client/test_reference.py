@@ -142,7 +142,7 @@ def test_a_run_that_is_asked_to_stop_waits_little_for_servers_that_are_away_and_
 
 @pytest.mark.slow
 def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypatch):
-    began, body = time.monotonic(), ServerInfo("loading", ModelInfo("org/large")).to_json()
+    began, body = time.monotonic(), ServerInfo(status="loading", model=ModelInfo(name="org/large")).to_json()
 
     def health():
         loading = time.monotonic() - began < 2.5
@@ -324,11 +324,19 @@ def test_a_server_that_changes_its_model_leaves_the_rotation_and_when_all_do_the
 
     def serving(place):
         def health():
-            return 200, {}, ServerInfo("ready", replace(MODEL, fingerprint=models[place])).to_json()
+            return 200, {}, ServerInfo(status="ready", model=replace(MODEL, fingerprint=models[place])).to_json()
 
         def post(count):
             right = models[place] == "f"
-            return answer() if right else (200, {}, encode_answer(LogprobsAnswer(np.zeros(4, np.float32), "other")))
+            return (
+                answer()
+                if right
+                else (
+                    200,
+                    {},
+                    encode_answer(LogprobsAnswer(logprobs=np.zeros(4, np.float32), model_fingerprint="other")),
+                )
+            )
 
         return fake(post, health)
 

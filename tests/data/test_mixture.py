@@ -103,7 +103,10 @@ def test_a_wrong_file_is_refused_with_its_place(folder, text, fault):
 
 def examples_of(**counts: int) -> list[Example]:
     sources = [source for source, count in counts.items() for _ in range(count)]
-    return [Example(index, "", [1], {"level": -index}, source=source) for index, source in enumerate(sources)]
+    return [
+        Example(index=index, prompt="", prompt_ids=[1], columns={"level": -index}, source=source)
+        for index, source in enumerate(sources)
+    ]
 
 
 def test_each_source_has_its_share_and_its_own_epochs_on_any_number_of_ranks():

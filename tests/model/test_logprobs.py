@@ -37,7 +37,7 @@ def test_all_logits_of_a_few_rows_are_fp32_however_large_the_vocabulary():
     torch.manual_seed(0)
     hidden, bias = torch.randn(3, 32).bfloat16(), torch.randn(10_000).bfloat16()
     weight = torch.randn(10_000, 32).bfloat16()
-    head = Head(weight, bias, scale=0.5, softcap=20.0, temperature=0.7)
+    head = Head(weight=weight, bias=bias, scale=0.5, softcap=20.0, temperature=0.7)
     exact = torch.tanh((hidden.double() @ weight.double().t() + bias.double()) * 0.5 / 20.0) * 20.0 / 0.7
     logits = head.all_logits(hidden)
     assert logits.dtype == torch.float32
@@ -170,7 +170,7 @@ def test_a_card_holds_few_blocks_of_logits_at_once(with_entropy, blocks, at_most
     targets = torch.empty(10_000, dtype=torch.int64, device="meta")
     rows, vocabulary = module.CUDA_BLOCK
     block = 4 * rows * vocabulary
-    head = Head(weight, None, 1.0, None, 0.9)
+    head = Head(weight=weight, bias=None, scale=1.0, softcap=None, temperature=0.9)
     known = torch.nn.ParameterList([weight, hidden])
     with LiveTensors(known) as forward:
         logprobs, entropy = module._Logprobs.apply(hidden, weight, None, targets, head, with_entropy)

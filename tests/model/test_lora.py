@@ -155,7 +155,9 @@ def test_the_reference_is_the_adapter_that_a_run_began_with(adapters, kind):
 
 
 def test_sampling_with_dora_computes_norms_once_and_keeps_none(model_folder, adapters, tokenizer, monkeypatch):
-    examples = [Example(place, "", prompt, {}) for place, (prompt, _) in enumerate(PAIRS[::4])]
+    examples = [
+        Example(index=place, prompt="", prompt_ids=prompt, columns={}) for place, (prompt, _) in enumerate(PAIRS[::4])
+    ]
     model, _ = policy(model=adapters["DoRA"])
     plain = by_hand(model_folder, adapters["DoRA"], torch.float32)
     by_tokens = LocalSampler(plain, tokenizer, [tokenizer.eos_token_id], 12).greedy(examples)

@@ -128,7 +128,14 @@ def test_the_activations_are_those_of_a_real_pass(name, dtype):
             logprobs, _ = token_logprobs(real, batch, 1.0)
             if backward:
                 logprobs.sum().backward()
-        counted = activations(model, batch.input_ids.numel(), prompt + completion, "cpu", copies, backward=backward)
+        counted = activations(
+            model,
+            batch.input_ids.numel(),
+            longest=prompt + completion,
+            device_type="cpu",
+            copies=copies,
+            backward=backward,
+        )
         assert 0.9 * live.most < counted < 1.15 * live.most, (backward, recomputes, counted / live.most)
 
 
@@ -152,7 +159,7 @@ def test_blocks_of_mlps_and_activations_that_wait_elsewhere_are_counted(dtype, m
         with LiveTensors(real) as live:
             token_logprobs(real, batch, 1.0)[0].sum().backward()
         waiting = offload * 4 * 2000 * 128 * dtype.itemsize
-        counted = activations(model, 2000, 2000, "cpu", 1.0, backward=True) + waiting
+        counted = activations(model, 2000, longest=2000, device_type="cpu", copies=1.0, backward=True) + waiting
         assert 0.9 * live.most < counted < 1.15 * live.most, (offload, tiled, counted / live.most)
         sizes.append(counted - waiting)
     assert sizes[0] > 1.5 * sizes[1] and sizes[1] - sizes[2] > 1.9 * 2000 * 128 * dtype.itemsize
@@ -184,7 +191,7 @@ def test_a_vision_tower_adds_what_it_adds_to_a_real_pass(tmp_path):
             measured.append(live.most)
         longest, tokens = len(prompts[0]) + 20, batch.input_ids.numel()
         counted = [
-            activations(model, tokens, longest, "cpu", 2.0, backward=True, pictures=pictures)
+            activations(model, tokens, longest=longest, device_type="cpu", copies=2.0, backward=True, pictures=pictures)
             for pictures in (Pictures(processor, prompts[0], 2), None)
         ]
         added[frozen] = measured[0] - measured[1], counted[0] - counted[1]
@@ -196,7 +203,7 @@ def test_a_vision_tower_adds_what_it_adds_to_a_real_pass(tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_more_tokens_or_a_longer_sequence_never_need_less(name, device_type):
     def size(tokens, longest):
-        return activations(on_meta(CONFIGS[name], torch.bfloat16), tokens, longest, device_type)
+        return activations(on_meta(CONFIGS[name], torch.bfloat16), tokens, longest=longest, device_type=device_type)
 
     sizes = [size(1, 1), size(300, 300), size(5000, 300), size(5000, 5000), size(90_000, 5000)]
     assert sizes[0] > 0 and sizes == sorted(sizes)

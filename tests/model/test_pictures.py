@@ -326,4 +326,4 @@ def test_a_model_without_one_is_refused(model_folder, data_folder):
     config = TrainerConfig(model_name_or_path=str(model_folder), freeze_vision_tower=True, **data)
     refused = f"^freeze_vision_tower=True: {model_folder} has no vision tower: leave it out$"
     with pytest.raises(ConfigError, match=refused):
-        read_inputs(config, 0, 1, torch.device("cpu"))
+        read_inputs(config, rank=0, world_size=1, device=torch.device("cpu"))

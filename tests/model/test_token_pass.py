@@ -11,7 +11,9 @@ from grpo.model.tree_attention import switch_on
 from grpo.sampling import rows
 from grpo.sampling.continuous import ContinuousSampler
 
-EXAMPLES = [Example(0, "", ids, {}) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14], [8])]
+EXAMPLES = [
+    Example(index=0, prompt="", prompt_ids=ids, columns={}) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14], [8])
+]
 LLAMA_3 = LlamaConfig(
     **SMALL,
     attention_bias=True,
@@ -38,7 +40,7 @@ MODELS = {name: CONFIGS[name] for name in ("llama", "mistral, sliding window", "
 
 def drawn(model, tokenizer) -> list[tuple[list[int], list[float]]]:
     switch_on(model, "segments")
-    sampler = ContinuousSampler(model, tokenizer, [*range(20, 26)], 16, 5)
+    sampler = ContinuousSampler(model, tokenizer, [*range(20, 26)], 16, rows=5)
     groups = sampler.sample(EXAMPLES, 4, 1.0, seed=2)
     return [(rollout.completion_ids, rollout.sampling_logprobs) for rollouts in groups for rollout in rollouts]
 

@@ -70,13 +70,13 @@ def test_a_client_goes_on_with_another_pool_when_one_is_killed_while_it_uploads(
 def test_pieces_that_another_pool_has_are_sent_again_and_a_complete_file_is_every_pools(config):
     data = weights(0, 5000)
     with closing(Pool(config).service) as first, closing(Pool(config).service) as second:
-        assert first.store.files.add(FilePart(sha(data), 5000, 0), data[:1000]) == 1000
-        assert second.store.files.add(FilePart(sha(data), 5000, 0), b"") == 0
+        assert first.store.files.add(FilePart(sha256=sha(data), size=5000, offset=0), data[:1000]) == 1000
+        assert second.store.files.add(FilePart(sha256=sha(data), size=5000, offset=0), b"") == 0
         with pytest.raises(ProtocolError, match="0 bytes of this file are here") as refusal:
-            second.store.files.add(FilePart(sha(data), 5000, 1000), data[1000:])
+            second.store.files.add(FilePart(sha256=sha(data), size=5000, offset=1000), data[1000:])
         assert (refusal.value.status, refusal.value.code) == (409, "missing_piece")
         put_file(second.store, data)
-        assert first.store.files.add(FilePart(sha(data), 5000, 1000), data[1000:]) == 5000
+        assert first.store.files.add(FilePart(sha256=sha(data), size=5000, offset=1000), data[1000:]) == 5000
         assert first.store.files.read(sha(data), 1000, 2000) == data[1000:2000]
 
 
@@ -148,7 +148,9 @@ def test_what_a_pool_names_no_other_drops(config, monkeypatch):
                 for number in range(10):
                     tries += until_stored(lambda number=number: put_version(first.store, number))
                     picture = weights(1000 + number)
-                    task = Task(number, 0, number, [5], "", (sha(picture),))
+                    task = Task(
+                        group=number, attempt=0, version=number, prompt_ids=[5], columns="", pictures=(sha(picture),)
+                    )
                     tries += until_stored(
                         lambda task=task, data=picture: [put_file(first.store, data), first.store.put_tasks([task])]
                     )

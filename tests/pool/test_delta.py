@@ -34,10 +34,10 @@ def write(folder, old: np.ndarray, new: np.ndarray):
 def goes_round(folder, old: np.ndarray, new: np.ndarray) -> int:
     """Assert that the delta leads from old to new; return its bytes."""
     old_path, new_path, delta = write(folder, old, new)
-    length = make_delta(old_path, new_path, delta, 10**9)
+    length = make_delta(old_path, new_path, delta=delta, limit=10**9)
     assert length == delta.stat().st_size
     result = folder / "result"
-    apply_delta(old_path, delta, result, sha256_of(new_path))
+    apply_delta(old_path, delta, new=result, sha256=sha256_of(new_path))
     assert result.read_bytes() == new_path.read_bytes()
     return length
 
@@ -79,11 +79,11 @@ def test_a_delta_is_small_where_weights_move_to_their_neighbours(folder, share):
 def test_a_delta_above_the_limit_is_not_made(folder):
     old, new = np.random.default_rng(0).integers(0, 2**16, (2, 10_000), np.uint16)
     length = goes_round(folder, old, new)
-    paths = write(folder, old, new)
-    assert make_delta(*paths, length) == length
-    paths[2].unlink()
-    assert make_delta(*paths, length - 1) is None
-    assert not paths[2].exists() and not [*folder.glob("*.unfinished")]
+    old_path, new_path, delta = write(folder, old, new)
+    assert make_delta(old_path, new_path, delta=delta, limit=length) == length
+    delta.unlink()
+    assert make_delta(old_path, new_path, delta=delta, limit=length - 1) is None
+    assert not delta.exists() and not [*folder.glob("*.unfinished")]
 
 
 def test_every_damaged_byte_is_refused_or_harmless(folder, small_blocks):
@@ -91,7 +91,7 @@ def test_every_damaged_byte_is_refused_or_harmless(folder, small_blocks):
     old = rng.integers(0, 2**16, 200, np.uint16)
     new = np.where(rng.random(200) < 0.2, old + 1, old).astype(np.uint16)
     old_path, new_path, delta = write(folder, old, new)
-    make_delta(old_path, new_path, delta, 10**9)
+    make_delta(old_path, new_path, delta=delta, limit=10**9)
     good, damaged, result = delta.read_bytes(), folder / "damaged", folder / "untouched"
     sha256, expected = sha256_of(new_path), new_path.read_bytes()
     places = range(len(good))
@@ -102,7 +102,7 @@ def test_every_damaged_byte_is_refused_or_harmless(folder, small_blocks):
         damaged.write_bytes(wrong)
         result.write_bytes(b"as it was")
         try:
-            apply_delta(old_path, damaged, result, sha256)
+            apply_delta(old_path, damaged, new=result, sha256=sha256)
         except DeltaError as error:
             refused += 1
             assert str(error).startswith(f"{damaged}: ")
@@ -115,13 +115,13 @@ def test_every_damaged_byte_is_refused_or_harmless(folder, small_blocks):
 
 def test_a_delta_from_or_to_another_file_or_of_another_format_is_refused(folder):
     old, new, delta = write(folder, np.zeros(100, np.uint16), np.ones(100, np.uint16))
-    make_delta(old, new, delta, 10**9)
+    make_delta(old, new, delta=delta, limit=10**9)
     for start, sha256 in ((new, sha256_of(new)), (old, sha256_of(old))):
         with pytest.raises(DeltaError, match="damaged, or not from .*the result has another SHA-256"):
-            apply_delta(start, delta, folder / "none", sha256)
+            apply_delta(start, delta, new=folder / "none", sha256=sha256)
     delta.write_bytes(delta.read_bytes().replace(b'"format": 2', b'"format": 1'))
     with pytest.raises(DeltaError, match="no delta of format 2, which this program reads"):
-        apply_delta(old, delta, folder / "none", sha256_of(new))
+        apply_delta(old, delta, new=folder / "none", sha256=sha256_of(new))
     assert not (folder / "none").exists()
 
 
@@ -140,7 +140,7 @@ def test_a_strangers_delta_fills_neither_memory_nor_disk(folder, length, data):
     delta.write_bytes(module._HEADER + (length or len(data)).to_bytes(4, "little") + data)
     tracemalloc.start()
     with pytest.raises(DeltaError, match="damaged, or not from"):
-        apply_delta(old, delta, folder / "none", sha256_of(new))
+        apply_delta(old, delta, new=folder / "none", sha256=sha256_of(new))
     assert tracemalloc.get_traced_memory()[1] < 12 << 20
     tracemalloc.stop()
     assert not (folder / "none").exists() and not [*folder.glob("*.unfinished")]
@@ -150,10 +150,10 @@ def test_memory_does_not_grow_with_the_files(folder, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 1 << 14)
     rng = np.random.default_rng(0)
     old = rng.integers(0, 2**16, 4 << 20, np.uint16)  # 8 MB
-    paths = write(folder, old, old ^ (rng.random(len(old)) < 0.1))
+    old_path, new_path, delta = write(folder, old, old ^ (rng.random(len(old)) < 0.1))
     tracemalloc.start()
-    make_delta(*paths, 10**9)
-    apply_delta(paths[0], paths[2], folder / "result", sha256_of(paths[1]))
+    make_delta(old_path, new_path, delta=delta, limit=10**9)
+    apply_delta(old_path, delta, new=folder / "result", sha256=sha256_of(new_path))
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
-    assert (folder / "result").read_bytes() == paths[1].read_bytes()
+    assert (folder / "result").read_bytes() == new_path.read_bytes()

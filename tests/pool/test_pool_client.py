@@ -40,7 +40,7 @@ def test_a_wrong_token_is_said_to_be_one(pool):
     for token, kind in [(None, "a"), ("guess", "another")]:
         says = f"wants {kind} token: give pool, trainer and workers the same one.*GRPO_REF_TOKEN"
         with pytest.raises(ServerError, match=f"^{pool.url} {says}"):
-            PoolClient(pool.url, token).run()
+            PoolClient(pool.url, token=token).run()
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_https_with_an_authority_of_ones_own(pool, tmp_path):
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.cert_pem.write_to_path(tmp_path / "ours.pem")
     with closing(Proxy(pool.port, tls=context)) as front:
-        assert PoolClient(front.url, "secret", str(tmp_path / "ours.pem")).status()
+        assert PoolClient(front.url, token="secret", ref_ca_file=str(tmp_path / "ours.pem")).status()
         with pytest.raises(ServerError, match=r"does not verify \(.*set ref_ca_file to the PEM"):
-            PoolClient(front.url, "secret").status()
+            PoolClient(front.url, token="secret").status()
 
 
 def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
@@ -86,7 +86,7 @@ def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
 
 def test_of_several_pools_another_is_asked_when_one_does_not_answer(pool):
     urls = [f"http://127.0.0.1:{free_port()}", pool.url]
-    clients = [PoolClient(",".join(urls), "secret") for _ in range(20)]
+    clients = [PoolClient(",".join(urls), token="secret") for _ in range(20)]
     assert {client.url for client in clients} == {*urls}
     for client in clients:
         if client.url != pool.url:
@@ -98,7 +98,7 @@ def test_of_several_pools_another_is_asked_when_one_does_not_answer(pool):
 def test_a_pool_without_its_database_is_left_for_another(pool):
     """Also where a proxy before it names an hour."""
     with fake(health=lambda: (503, {"Retry-After": "3600"}, b"")) as away:
-        client = PoolClient(f"{away.url},{pool.url}", "secret")
+        client = PoolClient(f"{away.url},{pool.url}", token="secret")
         client.url = away.url
         with pytest.raises(RequestFailure, match="said 503") as failure:
             client.status()
@@ -144,27 +144,49 @@ def test_a_pool_that_refuses_after_a_while_is_not_away_any_more(monkeypatch, cap
 
 
 def test_what_the_pool_refuses_is_sorted_by_what_helps(pool, tmp_path):
-    client = PoolClient(pool.url, "secret")
+    client = PoolClient(pool.url, token="secret")
     assert client.run() is None
     client.put_run(RUN)
     client.put_run(RUN)
     assert client.run() == RUN
     with pytest.raises(ServerError, match="refused a request with 409: the pool is of run"):
         client.put_run(replace(RUN, run="f" * 16))
-    client.put_tasks([Task(0, 0, 0, [5])])
+    client.put_tasks([Task(group=0, attempt=0, version=0, prompt_ids=[5])])
     with pytest.raises(ServerError, match="refused a request with 409: group 0 has another prompt"):
-        client.put_tasks([Task(0, 0, 0, [6])])
+        client.put_tasks([Task(group=0, attempt=0, version=0, prompt_ids=[6])])
     with pytest.raises(RequestFailure, match="said 409: "):  # its file can still be sent
-        client.put_version(Version(0, "b" * 64, 10, True, None, None, Probe([1], [2], [-0.5])))
+        client.put_version(
+            Version(
+                version=0,
+                sha256="b" * 64,
+                size=10,
+                whole=True,
+                base=None,
+                delta=None,
+                probe=Probe(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]),
+            )
+        )
     with pytest.raises(RequestFailure, match="said 409: what came is not what was announced"):
         client.send_file(b"0123456789", "b" * 64)
     data = b"weights"
     client.send_file(data, sha(data))
-    client.put_version(Version(0, sha(data), len(data), True, None, None, Probe([1], [2], [-0.5])))
+    client.put_version(
+        Version(
+            version=0,
+            sha256=sha(data),
+            size=len(data),
+            whole=True,
+            base=None,
+            delta=None,
+            probe=Probe(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]),
+        )
+    )
     weights = [(0, sha(data))]
     with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
-        client.results("a worker", [GroupResult(0, 0, [[2]], [[-0.5]], [[0]])], weights)
-    drawn = GroupResult(0, 0, [[2]] * 4, [[-0.5]] * 4, [[0]] * 4)
+        client.results(
+            "a worker", [GroupResult(group=0, attempt=0, completions=[[2]], logprobs=[[-0.5]], versions=[[0]])], weights
+        )
+    drawn = GroupResult(group=0, attempt=0, completions=[[2]] * 4, logprobs=[[-0.5]] * 4, versions=[[0]] * 4)
     assert client.results("a worker", [drawn, drawn], weights) == ["accepted", "already there"]
     with pytest.raises(FileFailure, match="said 404: "):
         client.fetch_file("0" * 64, tmp_path / "file")

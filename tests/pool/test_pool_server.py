@@ -32,7 +32,11 @@ from grpo.pool.store import Recording
 from grpo.pool.task_tensors import decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
 
-TASKS = [Task(0, 0, 0, [7, 8]), Task(1, 0, 0, [9]), Task(2, 0, 1, [7])]
+TASKS = [
+    Task(group=0, attempt=0, version=0, prompt_ids=[7, 8]),
+    Task(group=1, attempt=0, version=0, prompt_ids=[9]),
+    Task(group=2, attempt=0, version=1, prompt_ids=[7]),
+]
 
 
 @pytest.fixture
@@ -68,13 +72,16 @@ def test_a_run_from_the_first_task_to_the_last_result(pool):
     assert (health["status"], health["task"], health["model"]) == ("ready", "rollouts", "")
     answer = pool.get("run")
     assert answer.refusal[:2] == (404, "no_run") and answer.headers["Retry-After"] == "2"
-    for path, body in (("tasks", encode_tasks(TASKS)), ("lease", Lease("w", 1, [], 0).to_json())):
+    for path, body in (
+        ("tasks", encode_tasks(TASKS)),
+        ("lease", Lease(worker="w", room=1, holds=[], wait=0).to_json()),
+    ):
         assert pool.post(path, body).refusal[1] == "no_run"
     assert pool.status()["errors"] == []  # a worker that waits for a trainer is no error
     assert pool.post("run", RUN.to_json()).status == pool.post("run", RUN.to_json()).status == 200
     assert pool.post("run", replace(RUN, run="f" * 16).to_json()).refusal[:2] == (409, "other_run")
     assert pool.get("run").body == RUN.to_json()
-    version = Version(0, sha(weights(0)), 5000, True, None, None, PROBE)
+    version = Version(version=0, sha256=sha(weights(0)), size=5000, whole=True, base=None, delta=None, probe=PROBE)
     assert pool.post("versions", version.to_json()).refusal[:2] == (409, "missing_file")
     assert pool.put_version(0) == version
     assert json.loads(pool.get("versions").body) == [json.loads(version.to_json())]
@@ -84,7 +91,11 @@ def test_a_run_from_the_first_task_to_the_last_result(pool):
     assert pool.take((0, 0), (1, 0)) == []
     assert pool.send(drawn(TASKS[0])) == ["accepted"]
     late = replace(drawn(TASKS[0]), logprobs=[[-9.0] * 2, [-9.0] * 4])
-    assert pool.send(drawn(TASKS[1]), late, drawn(Task(9, 0, 0, [1]))) == ["accepted", "already there", "not wanted"]
+    assert pool.send(drawn(TASKS[1]), late, drawn(Task(group=9, attempt=0, version=0, prompt_ids=[1]))) == [
+        "accepted",
+        "already there",
+        "not wanted",
+    ]
     assert pool.take((1, 0), (9, 0), (0, 0)) == [drawn(TASKS[1]), drawn(TASKS[0])]
     assert json.loads(pool.get("/health").body)["model"] == "runs/a"
     assert pool.post("needed", version=1).status == 200 and pool.get("versions").body == b"[]"
@@ -94,7 +105,7 @@ def test_a_run_from_the_first_task_to_the_last_result(pool):
 def test_all_tasks_of_a_lease_are_of_one_version_which_it_names(begun):
     newer = begun.put_version(1)
     assert begun.lease(room=9) == TASKS[:2]
-    answer = begun.post("lease", Lease("b", 9, [], 0).to_json())
+    answer = begun.post("lease", Lease(worker="b", room=9, holds=[], wait=0).to_json())
     assert decode_tasks(answer.body, RUN.vocab_size) == TASKS[2:]
     expected = {"lease_seconds": "30", "run": RUN.run, "version": "1", "sha256": newer.sha256}
     assert read_tensors(answer.body)[1] == expected
@@ -104,16 +115,27 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     pool.put_file(FOLDER)
     pool.post("run", replace(RUN, in_flight_weight_updates=True).to_json())
     pool.put_version(1)
-    pool.post("tasks", encode_tasks([*TASKS, Task(9, 0, 3, [7])]))  # of versions 0, 0, 1 and 3
+    pool.post(
+        "tasks", encode_tasks([*TASKS, Task(group=9, attempt=0, version=3, prompt_ids=[7])])
+    )  # of versions 0, 0, 1 and 3
 
     def newest(room: int, *holds: Task) -> tuple:
-        answer = pool.post("lease", Lease("w", room, [[*task.key] for task in holds], 0).to_json())
+        answer = pool.post(
+            "lease", Lease(worker="w", room=room, holds=[[*task.key] for task in holds], wait=0).to_json()
+        )
         named = read_tensors(answer.body)[1]
         return [task.key for task in decode_tasks(answer.body, RUN.vocab_size)], named["version"], named["sha256"]
 
     def send(task: Task, *versions: int, weights=None):
         ids = [[3, 4, 5, 2], [5, 6, 7, 8]]
-        return pool.send(GroupResult(*task.key, ids, [[-0.5] * 4] * 2, [[*versions]] * 2), weights=weights)
+        drawn = GroupResult(
+            group=task.group,
+            attempt=task.attempt,
+            completions=ids,
+            logprobs=[[-0.5] * 4] * 2,
+            versions=[[*versions]] * 2,
+        )
+        return pool.send(drawn, weights=weights)
 
     assert newest(0) == ([], "1", sha(weights(1)))
     assert newest(2) == ([(0, 0), (1, 0)], "1", sha(weights(1)))
@@ -121,7 +143,9 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     pool.put_version(2)
     assert newest(0, *TASKS) == ([], "2", sha(weights(2)))
     assert send(TASKS[0], 1, 1, 2, 2) == ["accepted"]
-    wrong = GroupResult(1, 0, [[3, 4, 5, 2]] * 2, [[-0.5] * 4] * 2, [[2, 1, 1, 1]] * 2)
+    wrong = GroupResult(
+        group=1, attempt=0, completions=[[3, 4, 5, 2]] * 2, logprobs=[[-0.5] * 4] * 2, versions=[[2, 1, 1, 1]] * 2
+    )
     assert "by versions [1, 2]: the" in pool.results(wrong, name="x").refusal[2]
     old = dict(pool.weights)
     pool.put_version(2, salt=7)  # the run went back: what is being drawn may have tokens of what is gone
@@ -141,7 +165,9 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
 def test_workers_that_draw_many_groups_share_them(begun):
     begun.send(*map(drawn, TASKS[:2]))
     assert begun.lease("idle", room=0) == begun.lease("b", room=32) == []  # b waits for tasks, the other one does not
-    begun.post("tasks", encode_tasks([Task(group, 0, 0, [7]) for group in range(10, 20)]))
+    begun.post(
+        "tasks", encode_tasks([Task(group=group, attempt=0, version=0, prompt_ids=[7]) for group in range(10, 20)])
+    )
     first = begun.lease("a", room=32)
     assert [task.group for task in first] == [10, 11, 12, 13, 14]
     keys = [task.key for task in first]
@@ -198,7 +224,9 @@ def test_a_worker_whose_uploads_are_refused_is_set_apart(begun, caplog):
         answer = begun.results(drawn(TASKS[1]), wrong, name=name)
         assert answer.refusal[:2] == (422, "wrong_completions") and "a log-prob is above 0" in answer.refusal[2]
     assert begun.take((1, 0)) == []  # nothing of a refused upload is kept
-    lease = begun.post("lease", Lease(name, 1, [[0, 0]], 0).to_json())  # it holds nothing, whatever it says
+    lease = begun.post(
+        "lease", Lease(worker=name, room=1, holds=[[0, 0]], wait=0).to_json()
+    )  # it holds nothing, whatever it says
     for answer in (lease, begun.results(drawn(TASKS[0]), name=name)):
         status, code, message = answer.refusal
         assert (status, code) == (403, "set_apart") and name in message and "a log-prob is above 0" in message
@@ -216,7 +244,10 @@ def test_a_worker_that_draws_by_other_weights_than_it_says_is_set_apart(begun, c
     shown = {worker["name"]: (worker["state"], worker["drift"]) for worker in begun.status()["workers"]}
     assert shown == {"right": ("waiting", 0.04), "wrong": ("apart", 0.58)}
     assert "worker 'wrong' is suspended: its log-probs are 0.58 nats a token from the trainer's" in caplog.text
-    assert begun.post("lease", Lease("wrong", 1, [], 0).to_json()).refusal[:2] == (403, "set_apart")
+    assert begun.post("lease", Lease(worker="wrong", room=1, holds=[], wait=0).to_json()).refusal[:2] == (
+        403,
+        "set_apart",
+    )
     for damaged in ({}, {"groups": [[0, -1, 6]]}, {"groups": [[0, 0.1, 0]]}, {"groups": [[0.5, 0.1, 6]]}):
         assert begun.post("drift", json.dumps(damaged).encode()).refusal[:2] == (400, "malformed")
 
@@ -379,7 +410,12 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         def fill() -> None:
             for group in range(10**6):
                 try:
-                    if post(server, "tasks", encode_tasks([Task(group, 0, 0, [7])])).status_code == 200:
+                    if (
+                        post(
+                            server, "tasks", encode_tasks([Task(group=group, attempt=0, version=0, prompt_ids=[7])])
+                        ).status_code
+                        == 200
+                    ):
                         answered.append(group)
                 except requests.RequestException:
                     return

@@ -16,7 +16,7 @@ from grpo.config.server import ServerConfig
 from grpo.pool.protocol import GroupResult, Lease, Task
 from grpo.pool.store import Store
 
-TASKS = [Task(group, 0, 0, PROMPTS[group % len(PROMPTS)]) for group in range(60)]
+TASKS = [Task(group=group, attempt=0, version=0, prompt_ids=PROMPTS[group % len(PROMPTS)]) for group in range(60)]
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def pools(config):
 
 
 def result(group: int) -> GroupResult:
-    return GroupResult(group, 0, [[3 + group, 2]] * 4, [[-0.5, -0.25]] * 4, [[0, 0]] * 4)
+    return GroupResult(
+        group=group, attempt=0, completions=[[3 + group, 2]] * 4, logprobs=[[-0.5, -0.25]] * 4, versions=[[0, 0]] * 4
+    )
 
 
 def test_no_task_is_leased_twice_and_the_first_result_stays(pools):
@@ -50,7 +52,10 @@ def test_no_task_is_leased_twice_and_the_first_result_stays(pools):
     assert first.send(result(0), name="a") == ["accepted"] and second.send(result(0), name="b") == ["already there"]
     assert second.take((0, 0)) == [result(0)] == first.take((0, 0))
     # Both had found none: the second that stores it changes nothing.
-    task, late = TASKS[1], GroupResult(1, 0, [[9, 2]] * 4, [[-0.5, -0.25]] * 4, [[0, 0]] * 4)
+    task, late = (
+        TASKS[1],
+        GroupResult(group=1, attempt=0, completions=[[9, 2]] * 4, logprobs=[[-0.5, -0.25]] * 4, versions=[[0, 0]] * 4),
+    )
     assert first.service.store.add_results([(task, result(1))], "a") == {(1, 0)}
     assert second.service.store.add_results([(task, late)], "b") == set()
     assert first.take((1, 0)) == [result(1)]
@@ -60,9 +65,9 @@ def test_no_task_is_leased_twice_and_the_first_result_stays(pools):
 def test_a_worker_that_one_pool_suspends_gets_nothing_from_the_others(pools):
     first, second = pools
     first.lease("a", room=1)
-    wrong = GroupResult(0, 0, [[2]], [[-0.5]], [[0]])
+    wrong = GroupResult(group=0, attempt=0, completions=[[2]], logprobs=[[-0.5]], versions=[[0]])
     assert [pool.results(wrong, name="a").status for pool in (first, second, first)] == [422] * 3
-    assert second.post("lease", Lease("a", 1, [], 0.0).to_json()).status == 403
+    assert second.post("lease", Lease(worker="a", room=1, holds=[], wait=0.0).to_json()).status == 403
     assert [task.key for task in second.lease("b")] == [(0, 0)]
 
 

@@ -15,9 +15,25 @@ from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, enc
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTools
 
-RUN = RunInfo("0123456789abcdef", "runs/a", 100, [2], 2, 4, 0.7, 42, "a" * 64)
-TASKS = [Task(5, 0, 3, [7, 8, 9]), Task(6, 2, 3, [1])]
-DRAWN = GroupResult(5, 0, [[4, 2], [5, 6, 7, 8]], [[-0.5, -0.25], [-1.0, 0.0, -2.0, -0.125]], [[3, 3], [3, 3, 3, 3]])
+RUN = RunInfo(
+    run="0123456789abcdef",
+    name="runs/a",
+    vocab_size=100,
+    eos_token_ids=[2],
+    num_generations=2,
+    max_completion_length=4,
+    temperature=0.7,
+    seed=42,
+    model_files="a" * 64,
+)
+TASKS = [Task(group=5, attempt=0, version=3, prompt_ids=[7, 8, 9]), Task(group=6, attempt=2, version=3, prompt_ids=[1])]
+DRAWN = GroupResult(
+    group=5,
+    attempt=0,
+    completions=[[4, 2], [5, 6, 7, 8]],
+    logprobs=[[-0.5, -0.25], [-1.0, 0.0, -2.0, -0.125]],
+    versions=[[3, 3], [3, 3, 3, 3]],
+)
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {}}}
 SETTINGS = {
     "max_turns": 3,
@@ -46,20 +62,34 @@ def calling(arguments):
 
 CALL = calling({})
 OUTCOMES = [
-    Outcome(True, [CALL, {"role": "tool", "content": ""}], 2, 1, {"Guess": 0.5}),
-    Outcome(False, [{"role": "assistant", "content": "\U0001f600"}]),
+    Outcome(
+        finished=True,
+        messages=[CALL, {"role": "tool", "content": ""}],
+        tool_calls=2,
+        tool_failures=1,
+        rewards={"Guess": 0.5},
+    ),
+    Outcome(finished=False, messages=[{"role": "assistant", "content": "\U0001f600"}]),
 ]
 ANSWERED = GroupResult(
-    5,
-    0,
-    [[4, 2, 9, 2, 5, 2], [5, 2, 7, 8, 9, 6]],
-    [[-0.5, -0.25, NAN, NAN, -1.0, 0.0], [-1.0, -2.0, NAN, -0.5, -0.5, -0.125]],
-    [[3] * 6, [3] * 6],
-    [[True, True, False, False, True, True], [True, True, False, True, True, True]],
-    OUTCOMES,
+    group=5,
+    attempt=0,
+    completions=[[4, 2, 9, 2, 5, 2], [5, 2, 7, 8, 9, 6]],
+    logprobs=[[-0.5, -0.25, NAN, NAN, -1.0, 0.0], [-1.0, -2.0, NAN, -0.5, -0.5, -0.125]],
+    versions=[[3] * 6, [3] * 6],
+    drawn=[[True, True, False, False, True, True], [True, True, False, True, True, True]],
+    outcomes=OUTCOMES,
 )
 PLAIN = load(encode_tasks(TASKS))
-VERSION = Version(3, "b" * 64, 1000, False, 2, "c" * 64, Probe([1, 2], [3], [-0.5]))
+VERSION = Version(
+    version=3,
+    sha256="b" * 64,
+    size=1000,
+    whole=False,
+    base=2,
+    delta="c" * 64,
+    probe=Probe(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5]),
+)
 
 
 def test_everything_comes_back_as_it_was_sent():
@@ -74,7 +104,16 @@ def test_everything_comes_back_as_it_was_sent():
     pictured = replace(VERSION, probe=replace(VERSION.probe, pictures=("ab" * 32,)))
     for version in (VERSION, pictured):
         assert Version.of_fields(json.loads(version.to_json())) == version
-    lease = Lease("box", 3, [[5, 0]], 20.0, "4090", 2, "drawing", 12.5)
+    lease = Lease(
+        worker="box",
+        room=3,
+        holds=[[5, 0]],
+        wait=20.0,
+        card="4090",
+        version=2,
+        message="drawing",
+        tokens_per_second=12.5,
+    )
     assert Lease.of_json(lease.to_json()) == lease
 
 

@@ -56,7 +56,7 @@ def test_a_file_comes_in_pieces_in_any_rhythm_and_is_read_in_any(store):
     data = weights(1, 2 * PIECE_BYTES + 12345)
 
     def piece(start: int, end: int) -> int:
-        return store.files.add(FilePart(sha(data), len(data), start), data[start:end])
+        return store.files.add(FilePart(sha256=sha(data), size=len(data), offset=start), data[start:end])
 
     assert piece(0, 0) == 0
     assert piece(0, 1000) == 1000 == piece(0, 500)
@@ -71,28 +71,32 @@ def test_a_file_comes_in_pieces_in_any_rhythm_and_is_read_in_any(store):
         assert store.files.read(sha(data), start, end) == data[start:end]
     assert store.files.read(sha(data), 0, len(data)) == data
     with pytest.raises(ProtocolError, match=f"this file has {len(data)} bytes"):
-        store.files.add(FilePart(sha(data), len(data) + 1, 0), b"")
+        store.files.add(FilePart(sha256=sha(data), size=len(data) + 1, offset=0), b"")
     with pytest.raises(ProtocolError, match="beyond"):
-        store.files.add(FilePart(sha(data), 10, 5), b"123456")
+        store.files.add(FilePart(sha256=sha(data), size=10, offset=5), b"123456")
 
 
 def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
     data = weights(2)
     with closing(Store(path, damage)) as store:
-        store.files.add(FilePart(sha(data), len(data), 0), data[:3000])
+        store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), data[:3000])
     with closing(Store(path, damage)) as store:
-        assert store.files.add(FilePart(sha(data), len(data), 3000), data[3000:]) == len(data)
+        assert store.files.add(FilePart(sha256=sha(data), size=len(data), offset=3000), data[3000:]) == len(data)
     kept = Path(f"{path}.files") / sha(data)
     kept.rename(f"{kept}.part")  # as of a pool that was killed behind the last piece
     with closing(Store(path, damage)) as store:
         assert store.files.size(sha(data)) is None
-        assert store.files.add(FilePart(sha(data), len(data), 0), b"") == len(data) == store.files.size(sha(data))
+        assert (
+            store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), b"")
+            == len(data)
+            == store.files.size(sha(data))
+        )
         other = weights(3)
-        store.files.add(FilePart(sha(other), len(other), 0), other[:4000])
+        store.files.add(FilePart(sha256=sha(other), size=len(other), offset=0), other[:4000])
         with pytest.raises(ProtocolError, match="SHA-256 differs") as refusal:
-            store.files.add(FilePart(sha(other), len(other), 4000), bytes(1000))
+            store.files.add(FilePart(sha256=sha(other), size=len(other), offset=4000), bytes(1000))
         assert refusal.value.code == "damaged"
-        assert store.files.add(FilePart(sha(other), len(other), 0), b"") == 0
+        assert store.files.add(FilePart(sha256=sha(other), size=len(other), offset=0), b"") == 0
         put_file(store, other)
 
 
@@ -123,7 +127,7 @@ def test_a_folder_that_was_given_is_of_one_run(store, pool_config, tmp_path):
 
 def test_a_version_needs_its_files(store):
     data, delta = weights(0), weights(9, 100)
-    whole = Version(0, sha(data), len(data), True, None, None, PROBE)
+    whole = Version(version=0, sha256=sha(data), size=len(data), whole=True, base=None, delta=None, probe=PROBE)
     with pytest.raises(ProtocolError, match="is not here") as refusal:
         store.add_version(whole)
     assert refusal.value.code == "missing_file"
@@ -131,7 +135,7 @@ def test_a_version_needs_its_files(store):
     with pytest.raises(ProtocolError, match=f"has {len(data)} bytes"):
         store.add_version(replace(whole, size=7))
     put_file(store, delta)
-    by_delta = Version(1, sha(b"1"), len(data), False, 0, sha(delta), PROBE)
+    by_delta = Version(version=1, sha256=sha(b"1"), size=len(data), whole=False, base=0, delta=sha(delta), probe=PROBE)
     with pytest.raises(ProtocolError, match="leads from version 0, which is not here"):
         store.add_version(by_delta)
     store.add_version(whole)
@@ -168,19 +172,25 @@ def test_old_versions_go_with_their_files_unless_a_chain_begins_with_them(store)
 def test_a_file_that_is_still_coming_in_stays_and_an_abandoned_one_goes(store, monkeypatch):
     data = weights(5)
     store.set_run(replace(RUN, base_weights=put_file(store, weights(7))))
-    store.files.add(FilePart(sha(data), len(data), 0), data[:100])
+    store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), data[:100])
     put_version(store, 0)
     store.drop_versions_below(1)
-    assert store.files.add(FilePart(sha(data), len(data), 0), b"") == 100
+    assert store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), b"") == 100
     monkeypatch.setattr(files_module, "_ABANDONED_SECONDS", 0)
     store.drop_versions_below(1)
-    assert store.files.add(FilePart(sha(data), len(data), 0), b"") == 0
+    assert store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), b"") == 0
     assert store.files.size(sha(weights(7))) == 5000  # the run names it
 
 
 def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(store):
     store.set_run(RUN)
-    tasks = [Task(3, 0, 1, [9]), Task(1, 1, 0, [5, 6]), Task(1, 0, 0, [5, 6]), Task(0, 0, 1, [7]), Task(8, 0, 2, [1])]
+    tasks = [
+        Task(group=3, attempt=0, version=1, prompt_ids=[9]),
+        Task(group=1, attempt=1, version=0, prompt_ids=[5, 6]),
+        Task(group=1, attempt=0, version=0, prompt_ids=[5, 6]),
+        Task(group=0, attempt=0, version=1, prompt_ids=[7]),
+        Task(group=8, attempt=0, version=2, prompt_ids=[1]),
+    ]
     store.put_tasks(tasks)
     store.put_tasks(tasks)
     assert store.free_tasks(10) == []  # no version is here
@@ -202,8 +212,8 @@ def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(st
 def test_rounds_are_counted_from_the_newest(store):
     assert store.rounds(3) == []
     store.set_run(RUN)
-    tasks = [Task(group, 0, group // 2, [group]) for group in range(9)]
-    store.put_tasks([*tasks, Task(6, 1, 3, [6])])
+    tasks = [Task(group=group, attempt=0, version=group // 2, prompt_ids=[group]) for group in range(9)]
+    store.put_tasks([*tasks, Task(group=6, attempt=1, version=3, prompt_ids=[6])])
     store.add_results([(task, drawn(task)) for task in tasks[:7]], "w")
     # round, the lowest and highest version of its tasks, tasks, drawn ones, their tokens
     rounds = [[4, 4, 4, 1, 0, 0], [3, 3, 3, 3, 1, 6], [2, 2, 2, 2, 2, 12]]
@@ -213,7 +223,10 @@ def test_rounds_are_counted_from_the_newest(store):
 def test_the_pictures_of_tasks_must_be_there_and_stay(path, monkeypatch):
     monkeypatch.setattr(files_module, "_ABANDONED_SECONDS", 0)
     file, other = weights(11), weights(12)
-    task, missing = Task(1, 0, 0, [5, 6], pictures=(sha(file), sha(file))), Task(2, 0, 0, [5], pictures=(sha(other),))
+    task, missing = (
+        Task(group=1, attempt=0, version=0, prompt_ids=[5, 6], pictures=(sha(file), sha(file))),
+        Task(group=2, attempt=0, version=0, prompt_ids=[5], pictures=(sha(other),)),
+    )
     with closing(Store(path, damage)) as store:
         store.set_run(RUN)
         put_file(store, file)
@@ -234,17 +247,17 @@ def test_the_pictures_of_tasks_must_be_there_and_stay(path, monkeypatch):
 @pytest.mark.parametrize("changes", [{"prompt_ids": [5]}, {"columns": "{}"}, {"version": 1}])
 def test_a_task_with_other_content_is_refused(store, changes):
     store.set_run(RUN)
-    task = Task(1, 0, 0, [5, 6])
+    task = Task(group=1, attempt=0, version=0, prompt_ids=[5, 6])
     store.put_tasks([task])
     store.add_results([(task, drawn(task))], "w")
     with pytest.raises(ProtocolError, match="group 1 has another prompt, row or version") as refusal:
-        store.put_tasks([Task(2, 0, 0, [1]), replace(task, **changes)])
+        store.put_tasks([Task(group=2, attempt=0, version=0, prompt_ids=[1]), replace(task, **changes)])
     assert refusal.value.code == "other_run" and store.find_task((2, 0)) == (None, None)
     assert found(store, 1, 0) == (task, True)
 
 
 def test_what_a_run_with_turns_needs_is_kept(path):
-    task = Task(1, 0, 0, [5, 6], '{"secret": "é"}')
+    task = Task(group=1, attempt=0, version=0, prompt_ids=[5, 6], columns='{"secret": "é"}')
     with closing(Store(path, damage)) as store:
         store.set_run(WITH_TURNS)
         put_version(store, 0)
@@ -262,7 +275,11 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_
     store.set_run(RUN)
     for number in range(4):
         put_version(store, number)
-    tasks = [Task(number, attempt, number, [7]) for number in range(4) for attempt in range(2)]
+    tasks = [
+        Task(group=number, attempt=attempt, version=number, prompt_ids=[7])
+        for number in range(4)
+        for attempt in range(2)
+    ]
     store.put_tasks(tasks)
     store.add_results([(task, drawn(task)) for task in tasks], "w")
     old = store.versions()
@@ -280,7 +297,9 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_
 def test_what_a_dropped_version_drew_goes_where_the_version_comes_again_with_other_weights(store):
     store.set_run(replace(RUN, in_flight_weight_updates=True))
     made = [put_version(store, number) for number in range(4)]
-    tasks = [Task(group, 0, version, [7]) for group, version in enumerate([0, 0, 1, 2, 3])]
+    tasks = [
+        Task(group=group, attempt=0, version=version, prompt_ids=[7]) for group, version in enumerate([0, 0, 1, 2, 3])
+    ]
     store.put_tasks(tasks)
     results = [(task, drawn(task)) for task in tasks]
     results[1] = (tasks[1], replace(results[1][1], versions=[[0, 0], [0, 0, 0, 2]]))  # of version 0 and later ones
@@ -298,7 +317,7 @@ def test_what_a_dropped_version_drew_goes_where_the_version_comes_again_with_oth
 
 
 def test_a_recording_reads_while_the_pool_writes_and_after_and_where_nothing_can_be_written(path, tmp_path):
-    task = Task(1, 0, 0, [5, 6])
+    task = Task(group=1, attempt=0, version=0, prompt_ids=[5, 6])
     with closing(Store(path, damage)) as store:
         store.set_run(RUN)
         store.put_tasks([task])
@@ -346,7 +365,7 @@ def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
 def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
     with closing(Store(path, damage)) as store:
         store.set_run(RUN)
-        store.put_tasks([Task(group, 0, 0, [7] * 100) for group in range(500)])
+        store.put_tasks([Task(group=group, attempt=0, version=0, prompt_ids=[7] * 100) for group in range(500)])
         put_file(store, weights(0, 10**6))
     whole, faults = Path(path).read_bytes(), []
     for wrong in (whole[: len(whole) // 2], whole[:PAGE] + bytes(len(whole) - PAGE)):
@@ -370,7 +389,10 @@ def test_a_flipped_bit_is_never_read_as_something_else(path):
     with closing(Store(path, damage)) as store:
         store.set_run(WITH_TURNS)
         put_version(store, 0)
-        tasks = [Task(group, 0, 0, [7, 300 + group], '{"secret": "é"}') for group in range(6)]
+        tasks = [
+            Task(group=group, attempt=0, version=0, prompt_ids=[7, 300 + group], columns='{"secret": "é"}')
+            for group in range(6)
+        ]
         store.put_tasks(tasks)
         store.add_results([(task, answered(task)) for task in tasks[:5]], "wörker")
     whole, draw, refusals = Path(path).read_bytes(), random.Random(0), []
@@ -423,7 +445,7 @@ def test_nothing_is_accepted_into_a_file_that_is_gone_or_replaced(path, tmp_path
         if is_replaced:
             (tmp_path / name).write_bytes((tmp_path / "moved").read_bytes())
         with pytest.raises(ProtocolError, match="run.sqlite' is damaged or gone: the pool is ending") as refusal:
-            store.put_tasks([Task(0, 0, 0, [7])])
+            store.put_tasks([Task(group=0, attempt=0, version=0, prompt_ids=[7])])
         assert refusal.value.status == 503 and store.count_open() == 0
     assert str(faults[0]).startswith(f"pool_file={path!r}: {tmp_path / name} was moved, replaced or deleted")
 
@@ -439,16 +461,16 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("pool_config", ["file"], indirect=True)
 def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, small_disk):
     store.set_run(RUN)
-    kept = Task(0, 0, 0, [7])
+    kept = Task(group=0, attempt=0, version=0, prompt_ids=[7])
     store.put_tasks([kept])
     small_disk(1 << 20)
     data = weights(1, 3 << 20)
-    tasks = [Task(group, 0, 0, [7] * 1000) for group in range(1, 1000)]
+    tasks = [Task(group=group, attempt=0, version=0, prompt_ids=[7] * 1000) for group in range(1, 1000)]
     for attempt in (lambda: put_file(store, data), lambda: store.put_tasks(tasks)):
         with pytest.raises(ProtocolError, match="its disk may be full") as refusal:
             attempt()
         assert (refusal.value.status, refusal.value.code) == (503, "no_space") and refusal.value.retry_after
-    assert store.files.add(FilePart(sha(data), len(data), 0), b"") == 0
+    assert store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), b"") == 0
     assert store.count_open() == 1 and store.find_task((1, 0)) == (None, None)
     small_disk(100 << 20)
     put_file(store, data)
@@ -465,7 +487,7 @@ store.set_run(RUN)
 put_version(store, 0)
 first = int(sys.argv[2])
 for group in range(first, first + 10**6):
-    task = Task(group, 0, 0, [7, group % 100])
+    task = Task(group=group, attempt=0, version=0, prompt_ids=[7, group % 100])
     store.put_tasks([task])
     data = weights(group, 300_000)
     put_file(store, data)
@@ -490,7 +512,9 @@ def test_what_was_stored_is_there_after_every_sigkill(path):
         assert process.returncode == -signal.SIGKILL
         with closing(Recording(path)) as recording:
             for group in range(done + 1):
-                assert recording.find((group, 0))[1] == drawn(Task(group, 0, 0, [7, group % 100]))
+                assert recording.find((group, 0))[1] == drawn(
+                    Task(group=group, attempt=0, version=0, prompt_ids=[7, group % 100])
+                )
     with closing(Store(path, damage)) as store:
         assert all(store.files.size(sha(weights(group, 300_000))) == 300_000 for group in range(done + 1)) and done > 3
     with closing(sqlite3.connect(path)) as connection:

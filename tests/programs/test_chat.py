@@ -359,7 +359,7 @@ def test_an_answer_too_long_for_the_memory_is_said_with_the_setting_to_lower(cha
 def test_without_a_temperature_answers_are_samples_as_in_training(chat, model_folder, model, tokenizer):
     shown = chat(model_folder, "What?\nWhat?", "--seed", "7", "--no_keep_history", is_greedy=False)
     prompt = render_prompt(tokenizer, "What?", "")
-    example = Example(0, prompt, tokenize_prompt(tokenizer, prompt), {})
+    example = Example(index=0, prompt=prompt, prompt_ids=tokenize_prompt(tokenizer, prompt), columns={})
     sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 24)
     answers = [sampler.sample([example], 1, 1.0, seed)[0][0].text for seed in (7, 8)]
     assert answers[0] != answers[1] and shown == "".join(f"{answer}\n" for answer in answers)

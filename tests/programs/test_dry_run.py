@@ -182,7 +182,12 @@ def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, printed
     # On a card the host has them, of all ranks of the machine.
     monkeypatch.setenv("LOCAL_SIZE", "3")
     config = TrainerConfig(**given | {"dtype": "float32"})
-    memory = rank_memory(policy_on_meta(config, torch.float32), RankWork(config, 1, 96, 0), settings, "cuda")
+    memory = rank_memory(
+        policy_on_meta(config, torch.float32),
+        RankWork(config=config, ranks=1, longest_prompt=96, held_out=0),
+        settings,
+        "cuda",
+    )
     [together] = [line for line in trainer_lines(memory, torch.float32, 1) if "times 3 ranks here" in line]
     size, ram = total(memory.host), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert f"{3 * size / 2**30:.1f} of {ram / 2**30:.1f} GiB: it fits" in together
@@ -248,7 +253,7 @@ def test_it_says_where_a_run_goes_on_and_refuses_other_settings(given, printed, 
     assert not run.exists()
     checkpoint = run / "checkpoint-3"
     checkpoint.mkdir(parents=True)
-    write_progress(checkpoint, RunDescription(settings, [], 1).fields)
+    write_progress(checkpoint, RunDescription(settings, [], ranks=1).fields)
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='{checkpoint}': the prompts' count and sum"):
         start_of()
     with pytest.raises(ConfigError, match="checkpoint-3': learning_rate is 1e-06 there and 0.1 here: leave it as it"):

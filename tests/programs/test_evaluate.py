@@ -207,12 +207,12 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data
 def test_too_little_memory_is_said_with_the_setting_to_lower(failed, monkeypatch, model_folder, data_folder):
     step, calls = SharedCache.step, 0
 
-    def no_room(*arguments):
+    def no_room(*arguments, **state):
         nonlocal calls
         calls += 1
         if calls > 12:  # beyond the trial at the start
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB")
-        return step(*arguments)
+        return step(*arguments, **state)
 
     monkeypatch.setattr(SharedCache, "step", no_room)
     code, line = failed(*options(model_folder, data_folder, eval_samples=80))

@@ -150,7 +150,7 @@ def test_a_task_rewards_what_is_right_and_its_settings_name_what_there_is(name, 
     assert rewards_of(task, problems, [task.right(problem, rng) for problem in problems]) == [1.0] * 20
     assert sum(rewards_of(task, problems, [task.wrong(problem, rng) for problem in problems])) < 8
     assert rewards_of(task, problems[:1], [""]) == [0.0]
-    write_splits(tmp_path, 0, task.problems, task.row_of, task.TRAIN, task.TEST)
+    write_splits(tmp_path, 0, task.problems, task.row_of, train_size=task.TRAIN, test_size=task.TEST)
     train, test = (lines(tmp_path / f"{split}.jsonl") for split in ("train", "test"))
     assert not {row["question"] for row in train} & {row["question"] for row in test}
     config = parse_arguments(TrainerConfig, "", ["--config", f"examples/{name}/settings.yaml"])

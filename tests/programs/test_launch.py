@@ -27,27 +27,83 @@ MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
 @pytest.mark.parametrize(
     "settings, cards, share",
     [
-        ({}, ["0", "1", "GPU-7"], Share(0, 2, 2, ["0", "1"], ["GPU-7"], [])),
-        ({"dry_run": True}, ["0", "1", "2"], Share(0, 2, 2, ["0", "1"], ["2"], [])),  # the run's number of ranks
-        ({}, ["3"], Share(0, 1, 1, ["3"], ["3"], [])),
-        ({"beta": 0.0}, ["0", "1"], Share(0, 2, 2, ["0", "1"], None, [])),
-        ({}, [], Share(0, 1, 1, [], [], [])),
-        ({"nproc_per_node": 1}, ["0", "1", "2"], Share(0, 1, 1, ["0", "1"], ["2"], [])),
-        (MACHINES | {"beta": 0.0}, ["0", "1"], Share(0, 2, 4, ["0", "1"], None, [])),
-        (MACHINES | {"beta": 0.0, "node_rank": 1}, ["0", "1"], Share(2, 2, 4, ["0", "1"], None, [])),
-        (MACHINES | {"nnodes": 3}, ["0", "1"], Share(0, 1, 5, ["0"], ["1"], [])),
-        (MACHINES | {"nnodes": 3, "node_rank": 2}, ["0", "1"], Share(3, 2, 5, ["0", "1"], None, [])),
-        (MACHINES | {"node_rank": 1, "nproc_per_node": 1}, [], Share(1, 1, 2, [], None, [])),
-        ({"workers": 2}, [*"01234"], Share(0, 2, 2, ["0", "1"], ["4"], ["2", "3"])),
-        ({"workers": 1}, ["0", "1"], Share(0, 1, 1, ["0"], ["0"], ["1"])),
-        ({"workers": 2}, [], Share(0, 1, 1, [], [], ["", ""])),
-        (MACHINES | {"workers": 3}, [*"0123"], Share(0, 2, 4, ["0", "1"], ["3"], ["2"])),
-        (MACHINES | {"workers": 3, "node_rank": 1}, [*"0123"], Share(2, 2, 4, ["0", "1"], None, ["2", "3"])),
-        ({"prompts_per_step": 4, "min_ranks": 3}, [*"012345"], Share(0, 4, 4, [*"01234"], ["5"], [])),
+        (
+            {},
+            ["0", "1", "GPU-7"],
+            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=["GPU-7"], worker_cards=[]),
+        ),
+        (
+            {"dry_run": True},
+            ["0", "1", "2"],
+            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=["2"], worker_cards=[]),
+        ),  # the run's number of ranks
+        ({}, ["3"], Share(first=0, ranks=1, world_size=1, cards=["3"], server_cards=["3"], worker_cards=[])),
+        (
+            {"beta": 0.0},
+            ["0", "1"],
+            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=None, worker_cards=[]),
+        ),
+        ({}, [], Share(first=0, ranks=1, world_size=1, cards=[], server_cards=[], worker_cards=[])),
+        (
+            {"nproc_per_node": 1},
+            ["0", "1", "2"],
+            Share(first=0, ranks=1, world_size=1, cards=["0", "1"], server_cards=["2"], worker_cards=[]),
+        ),
+        (
+            MACHINES | {"beta": 0.0},
+            ["0", "1"],
+            Share(first=0, ranks=2, world_size=4, cards=["0", "1"], server_cards=None, worker_cards=[]),
+        ),
+        (
+            MACHINES | {"beta": 0.0, "node_rank": 1},
+            ["0", "1"],
+            Share(first=2, ranks=2, world_size=4, cards=["0", "1"], server_cards=None, worker_cards=[]),
+        ),
+        (
+            MACHINES | {"nnodes": 3},
+            ["0", "1"],
+            Share(first=0, ranks=1, world_size=5, cards=["0"], server_cards=["1"], worker_cards=[]),
+        ),
+        (
+            MACHINES | {"nnodes": 3, "node_rank": 2},
+            ["0", "1"],
+            Share(first=3, ranks=2, world_size=5, cards=["0", "1"], server_cards=None, worker_cards=[]),
+        ),
+        (
+            MACHINES | {"node_rank": 1, "nproc_per_node": 1},
+            [],
+            Share(first=1, ranks=1, world_size=2, cards=[], server_cards=None, worker_cards=[]),
+        ),
+        (
+            {"workers": 2},
+            [*"01234"],
+            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=["4"], worker_cards=["2", "3"]),
+        ),
+        (
+            {"workers": 1},
+            ["0", "1"],
+            Share(first=0, ranks=1, world_size=1, cards=["0"], server_cards=["0"], worker_cards=["1"]),
+        ),
+        ({"workers": 2}, [], Share(first=0, ranks=1, world_size=1, cards=[], server_cards=[], worker_cards=["", ""])),
+        (
+            MACHINES | {"workers": 3},
+            [*"0123"],
+            Share(first=0, ranks=2, world_size=4, cards=["0", "1"], server_cards=["3"], worker_cards=["2"]),
+        ),
+        (
+            MACHINES | {"workers": 3, "node_rank": 1},
+            [*"0123"],
+            Share(first=2, ranks=2, world_size=4, cards=["0", "1"], server_cards=None, worker_cards=["2", "3"]),
+        ),
+        (
+            {"prompts_per_step": 4, "min_ranks": 3},
+            [*"012345"],
+            Share(first=0, ranks=4, world_size=4, cards=[*"01234"], server_cards=["5"], worker_cards=[]),
+        ),
         (
             MACHINES | {"prompts_per_step": 12, "min_ranks": 3, "nnodes": 3, "node_rank": 2, "workers": 1},
             [*"01234"],
-            Share(8, 4, 12, [*"0123"], None, ["4"]),
+            Share(first=8, ranks=4, world_size=12, cards=[*"0123"], server_cards=None, worker_cards=["4"]),
         ),
     ],
 )
@@ -67,7 +123,14 @@ def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
 
 def test_a_killed_run_that_was_asked_to_stop_is_not_started_again(tmp_path, monkeypatch):
     (tmp_path / "stop").touch()
-    programs, starts = Programs(LaunchConfig(output_dir=str(tmp_path)), Share(0, 1, 1, [], None, []), tmp_path), []
+    programs, starts = (
+        Programs(
+            LaunchConfig(output_dir=str(tmp_path)),
+            Share(first=0, ranks=1, world_size=1, cards=[], server_cards=None, worker_cards=[]),
+            tmp_path,
+        ),
+        [],
+    )
 
     def start_trainer() -> None:
         starts.append(subprocess.Popen(["sh", "-c", "kill -9 $$"]))

@@ -135,5 +135,13 @@ def test_a_saved_reference_has_the_processor_too(words, tmp_path):
     model, tokenizer = load_model(config, torch.device("cpu")), load_tokenizer(config)
     processor = load_processor(config, model.config, tokenizer)
     described = describe(model, tokenizer, "p", processor)
-    WeightPublisher(config, None, model, tokenizer, described, tmp_path, processor).begin(described)
+    WeightPublisher(
+        config=config,
+        client=None,
+        model=model,
+        tokenizer=tokenizer,
+        policy=described,
+        folder=tmp_path,
+        processor=processor,
+    ).begin(described)
     check_whole(tmp_path / "reference-0")

@@ -29,7 +29,7 @@ from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 
 
 def ask(server, prompt, completions, temperature=1.0, **options) -> requests.Response:
-    body = encode_request(LogprobsRequest.of(prompt, completions, temperature, "r"))
+    body = encode_request(LogprobsRequest.of(prompt, completions, temperature, request_id="r"))
     return requests.post(server.url + "/v1/logprobs", data=body, timeout=60, **options)
 
 
@@ -150,7 +150,11 @@ def test_refused_requests_leave_nothing_in_memory(model_folder, tmp_path):
 
     def request(tokens: int) -> bytes:
         rows = np.full(4000, tokens // 4000 - 1, np.int32)
-        return encode_request(LogprobsRequest(np.full(tokens, 6, np.int32), np.ones(4000, np.int32), rows))
+        return encode_request(
+            LogprobsRequest(
+                input_ids=np.full(tokens, 6, np.int32), prompt_lengths=np.ones(4000, np.int32), completion_lengths=rows
+            )
+        )
 
     good, large = request(2_000_000), request(2_004_000)  # half of the queue, and more
     code = code_for(collect_no_garbage) + code_for(hold_passes, str(tmp_path / "go"))

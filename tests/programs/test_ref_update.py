@@ -62,7 +62,14 @@ def updated_by(urls, policy, tokenizer, folder, alpha=1.0, **changes):
     with open_client(*urls, **(SETTINGS | changes)) as client:
         reference = client.wait_ready()
         config = TrainerConfig(ref_mixup_alpha=alpha, ref_update_steps=1)
-        updates = WeightPublisher(config, client, policy, tokenizer, describe(policy, tokenizer, "p"), folder)
+        updates = WeightPublisher(
+            config=config,
+            client=client,
+            model=policy,
+            tokenizer=tokenizer,
+            policy=describe(policy, tokenizer, "p"),
+            folder=folder,
+        )
         updates.begin(reference)
         yield client, updates
 
@@ -137,7 +144,9 @@ def test_of_a_policy_with_an_adapter_the_whole_is_published(server, policy, toke
     train_adapter(policy, TrainerConfig(use_peft=True, lora_r=4, lora_target_modules=["all-linear"]))
     with open_client(server.url, **SETTINGS) as client:
         config = TrainerConfig(ref_update_steps=1, ref_mixup_alpha=0.5)
-        updates = WeightPublisher(config, client, policy, tokenizer, described, tmp_path)
+        updates = WeightPublisher(
+            config=config, client=client, model=policy, tokenizer=tokenizer, policy=described, folder=tmp_path
+        )
         updates.begin(client.wait_ready())
         adapter = [tensor for tensor in policy.parameters() if tensor.requires_grad]
         with torch.no_grad():
@@ -297,7 +306,9 @@ def test_servers_that_cannot_be_updated_are_refused_at_the_start(policy, tokeniz
 
     config, described = TrainerConfig(ref_mixup_alpha=0.5, ref_update_steps=1), describe(policy, tokenizer, "p")
     with pytest.raises(ConfigError, match="ref_mixup_alpha=0.5: the servers have other weights"):
-        WeightPublisher(config, None, policy, tokenizer, described, tmp_path).begin(replace(described, fingerprint="x"))
+        WeightPublisher(
+            config=config, client=None, model=policy, tokenizer=tokenizer, policy=described, folder=tmp_path
+        ).begin(replace(described, fingerprint="x"))
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.6])

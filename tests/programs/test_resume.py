@@ -351,7 +351,7 @@ def whole(tmp_path):
     def make(step: int, accuracy: float | None = None, **changes) -> Path:
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        about = {"model": "m"} | RunDescription(TrainerConfig(), [], 1).fields
+        about = {"model": "m"} | RunDescription(TrainerConfig(), [], ranks=1).fields
         evaluated = {} if accuracy is None else {"eval_accuracy": accuracy, "eval_reward": -accuracy}
         write_progress(folder, about | {"reference": "r", "evaluated": evaluated, "files": {}, **changes})
         return folder
@@ -360,7 +360,16 @@ def whole(tmp_path):
 
 
 def checkpoints_of(config: TrainerConfig, folder: Path, best_by: str = "") -> Checkpoints:
-    return Checkpoints(config, folder, None, RunDescription(config, [], 1), "m", "r", 0, best_by)
+    return Checkpoints(
+        config=config,
+        folder=folder,
+        tokenizer=None,
+        description=RunDescription(config, [], ranks=1),
+        model="m",
+        reference="r",
+        rank=0,
+        best_by=best_by,
+    )
 
 
 def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
@@ -456,7 +465,7 @@ def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
         (folder / "progress.json").write_text(text)
         check(folder / "progress.json", "is not as it was written")
     with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 5 there and 6 here: use"):
-        RunDescription(TrainerConfig(), [], 1).check(folder, {"format": 5})
+        RunDescription(TrainerConfig(), [], ranks=1).check(folder, {"format": 5})
 
 
 def json_of(content: Path | bytes):
@@ -481,7 +490,7 @@ def json_of(content: Path | bytes):
 def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp_path, saved, changes, words):
     checkpoint, config = whole(5, **saved), TrainerConfig(**changes)
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
-        RunDescription(config, [], 1).check(checkpoint, read_progress(checkpoint))
+        RunDescription(config, [], ranks=1).check(checkpoint, read_progress(checkpoint))
         checkpoints_of(config, tmp_path).load(checkpoint, None)
 
 
@@ -502,7 +511,9 @@ COLUMNS = {
 def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name):
     def description(**changes) -> RunDescription:
         values = {column: copy.deepcopy(value) for column, (value, _) in COLUMNS.items()}  # as another start reads them
-        return RunDescription(TrainerConfig(), [Example(0, "3 + 4?", [1], values | changes)], 1)
+        return RunDescription(
+            TrainerConfig(), [Example(index=0, prompt="3 + 4?", prompt_ids=[1], columns=values | changes)], ranks=1
+        )
 
     saved = description().fields
     description().check(tmp_path, saved)
@@ -519,7 +530,7 @@ def test_a_file_of_the_users_may_be_given_by_another_path(tmp_path, monkeypatch)
         monkeypatch.chdir(folder)
         files = {"reward_funcs": ["format_reward", f"{path}:good"], "loss_type": f"{path}:loss"}
         files |= {"tools": [f"{path}:tool"], "environment": f"{path}:Game"}
-        return RunDescription(TrainerConfig(**files | changes), [], 1)
+        return RunDescription(TrainerConfig(**files | changes), [], ranks=1)
 
     saved = json.loads(json.dumps(description(tmp_path, "mine.py").fields))
     description(tmp_path / "below", "../mine.py").check(tmp_path, saved)
@@ -532,7 +543,7 @@ def test_a_file_of_the_users_may_be_given_by_another_path(tmp_path, monkeypatch)
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_path):
-    plain = RunDescription(TrainerConfig(), [], 1)
+    plain = RunDescription(TrainerConfig(), [], ranks=1)
     saved = copy.deepcopy(plain.fields)
     identity = plain.identity("m")
     for newer in ("max_policy_lag", "optim", "tools"):
@@ -542,14 +553,14 @@ def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_pat
     assert plain.identity("m") == identity
     ahead = TrainerConfig(sampler="pool", pool="http://a:1", max_policy_lag=1, importance_sampling_mode="none")
     with pytest.raises(ConfigError, match="max_policy_lag is 0 there and 1 here: leave it as it was"):
-        RunDescription(ahead, [], 1).check(tmp_path, saved)
+        RunDescription(ahead, [], ranks=1).check(tmp_path, saved)
 
 
 def test_a_run_is_the_same_for_a_pool_if_what_it_draws_is():
-    example = Example(0, "1 + 1?", [1], {})
+    example = Example(index=0, prompt="1 + 1?", prompt_ids=[1], columns={})
 
     def identity(model: str = "m", examples: list = (example,), ranks: int = 1, **changes) -> str:
-        return RunDescription(TrainerConfig(**changes), [*examples], ranks).identity(model)
+        return RunDescription(TrainerConfig(**changes), [*examples], ranks=ranks).identity(model)
 
     pool = {"sampler": "pool", "pool": "http://a:1", "importance_sampling_mode": "none"}
     assert identity() == identity(ranks=2) == identity(**pool) == identity(micro_batch_tokens=99, output_dir="x")

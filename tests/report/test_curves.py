@@ -41,7 +41,7 @@ values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 
 
 def a_run(rows: dict) -> RecordedRun:
-    return RecordedRun(Path("run"), rows, {})
+    return RecordedRun(folder=Path("run"), rows=rows, settings={})
 
 
 @settings(deadline=None)

@@ -495,9 +495,29 @@ def test_the_later_of_two_functions_has_the_column_and_a_metric_is_of_both():
 
 def test_a_column_of_the_record_is_not_replaced():
     prompt = PicturedPrompt([1], [b"a"])
-    outcome = Outcome(True, [{"role": "assistant", "content": "a"}])
-    group = Group(0, Example(0, "p", prompt, {}, gold="4"), [Rollout([2], True, "a", [0.0], 0, [True], outcome)])
-    batch = StepBatch([group], torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1), make_samples(group))
+    outcome = Outcome(finished=True, messages=[{"role": "assistant", "content": "a"}])
+    group = Group(
+        id=0,
+        example=Example(index=0, prompt="p", prompt_ids=prompt, columns={}, gold="4"),
+        rollouts=[
+            Rollout(
+                completion_ids=[2],
+                finished=True,
+                text="a",
+                sampling_logprobs=[0.0],
+                policy_version=0,
+                drawn=[True],
+                outcome=outcome,
+            )
+        ],
+    )
+    batch = StepBatch(
+        groups=[group],
+        by_function=torch.zeros(1, 1, 1),
+        rewards=torch.zeros(1, 1),
+        signal=torch.ones(1),
+        samples=make_samples(group),
+    )
     (line,) = batch.to_lines()
     assert {"step", "phase", *line} == RECORDED and line["messages"] == outcome.messages
     batch = replace(batch, by_function=torch.tensor([[[2.0]], [[math.nan]]]))

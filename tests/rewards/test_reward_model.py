@@ -162,7 +162,10 @@ def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
     reward_funcs = load_reward_funcs([str(folders["gpt2"])])
     assert list(reward_funcs) == ["gpt2"]
     config = TrainerConfig(reward_funcs=[str(folders["gpt2"])])
-    rollouts = [Rollout([1], True, text, [0.0], 0) for text in ("one", "two")]
+    rollouts = [
+        Rollout(completion_ids=[1], finished=True, text=text, sampling_logprobs=[0.0], policy_version=0)
+        for text in ("one", "two")
+    ]
     rewards, _ = start_rewards(reward_funcs, config, CPU)
     table = score_rollouts(rewards, [example] * 2, rollouts, TrainerState())
     chats = [[{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": a}] for a in ("one", "two")]
@@ -285,7 +288,7 @@ def test_served_scores_are_those_of_the_trainer(served, folders, token_file):
     rewards, _ = start_rewards(load_reward_funcs(config.reward_funcs), config, CPU)
     chats = CHATS * 9  # in several requests
     texts = ["not looked at"] * len(chats)
-    remote, local = compute_rewards(rewards, texts, texts, {}, chats)
+    remote, local = compute_rewards(rewards, texts, texts, {}, conversations=chats)
     assert_rounded(remote, local)
     assert_rounded(remote, exact(folders["qwen2"]) * 9)
 
@@ -361,7 +364,7 @@ def test_a_reward_server_that_is_not_there_or_refuses_is_said(served, token_file
     config = TrainerConfig(reward_funcs=[served.url], token_file=token_file)
     rewards, _ = start_rewards(load_reward_funcs([served.url]), config, CPU)
     with pytest.raises(ServerError, match="refused a request with 422: sequence 0 has"):
-        compute_rewards(rewards, ["p"], ["a"], {}, [[{"role": "user", "content": "0" * 110}]])
+        compute_rewards(rewards, ["p"], ["a"], {}, conversations=[[{"role": "user", "content": "0" * 110}]])
 
 
 # --- a whole run

@@ -35,7 +35,7 @@ def run(tmp_path):
 
 
 def card_of(model, tokenizer, folder, step=7, **settings) -> ModelCard:
-    save_model(model, tokenizer, folder, TrainerConfig(**settings), step)
+    save_model(model, tokenizer, folder, TrainerConfig(**settings), step=step)
     return ModelCard.load(folder / "README.md")
 
 
@@ -99,7 +99,7 @@ def test_the_example_of_a_model_with_pictures_asks_with_one(tmp_path, monkeypatc
     )
     model, tokenizer = load_model(config, torch.device("cpu")), load_tokenizer(config)
     processor = load_processor(config, model.config, tokenizer)
-    save_model(model, tokenizer, tmp_path / "model", config, 7, processor)
+    save_model(model, tokenizer, tmp_path / "model", config, step=7, processor=processor)
     card = ModelCard.load(tmp_path / "model" / "README.md")
     assert card.data.pipeline_tag == "image-text-to-text" and "FROM ." not in card.text
     assert "| freeze_vision_tower | True |" in card.text and "max_pixels" not in card.text

@@ -70,7 +70,10 @@ def test_ranks_with_cards_share_the_cores_for_adamw_on_the_cpu(environment, expe
 
 
 def examples(answers: str) -> list[Example]:
-    return [Example(place, "2+2?", [1], {}, gold=answer) for place, answer in enumerate(answers)]
+    return [
+        Example(index=place, prompt="2+2?", prompt_ids=[1], columns={}, gold=answer)
+        for place, answer in enumerate(answers)
+    ]
 
 
 def compare(differs: bool, settings: dict | None = None, train="45", held_out="6", engine=None, own="") -> None:

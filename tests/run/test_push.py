@@ -30,7 +30,7 @@ def test_a_pushed_model_is_what_was_saved(hub, model, tokenizer, tmp_path):
     config = TrainerConfig(push_to_hub=True, hub_private_repo=True)
     config.hub_model_id = open_repo(config, run)
     assert config.hub_model_id == "me/my-run" and hub.created == {"me/my-run": "private"}
-    save_model(model, tokenizer, run / "model", config, 7)
+    save_model(model, tokenizer, run / "model", config, step=7)
     push_model(run / "model", config.hub_model_id)
     saved = {path.name: path.read_bytes() for path in (run / "model").iterdir() if path.name != "progress.json"}
     assert {path.name: path.read_bytes() for path in (tmp_path / "hub/me/my-run").iterdir()} == saved
@@ -92,7 +92,7 @@ def test_a_hub_out_of_reach_is_refused(hub, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["large", "commit"])
 def test_a_model_that_cannot_be_pushed_stays(hub, model, tokenizer, tmp_path, fault):
-    save_model(model, tokenizer, folder := tmp_path / "a run", TrainerConfig(), 7)
+    save_model(model, tokenizer, folder := tmp_path / "a run", TrainerConfig(), step=7)
     hub.fault = fault
     with pytest.raises(SaveError) as failed:
         push_model(folder, "me/model")
@@ -105,7 +105,7 @@ def test_a_model_that_cannot_be_pushed_stays(hub, model, tokenizer, tmp_path, fa
 @pytest.mark.rare
 def test_a_run_that_is_done_is_pushed_when_it_is_repeated(model, tokenizer, model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
-    save_model(model, tokenizer, run / "model", TrainerConfig(), 3)
+    save_model(model, tokenizer, run / "model", TrainerConfig(), step=3)
     (run / "metrics.jsonl").write_text('{"step": 3, "reward": 1.0, "num_tokens": 9, "step_time": 1.0}\n')
     words = options(model_folder, data_folder, run, beta=0, resume_from_checkpoint="last", push_to_hub=None)
     with running_hub(tmp_path / "hub") as hub:

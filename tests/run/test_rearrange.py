@@ -56,7 +56,15 @@ def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
             groups = [100 * step + rank * share + place for place in range(share)]
             rewards = torch.tensor([[2.0 * group, 2.0 * group + 1] for group in groups])
             samples = [2 * group + column for group in groups for column in range(2)]
-            batches.append(StepBatch(groups, torch.stack([rewards, -rewards]), rewards, rewards[:, 0] > 3, samples))
+            batches.append(
+                StepBatch(
+                    groups=groups,
+                    by_function=torch.stack([rewards, -rewards]),
+                    rewards=rewards,
+                    signal=rewards[:, 0] > 3,
+                    samples=samples,
+                )
+            )
         return batches
 
     for before in (1, 2, 3, 6):

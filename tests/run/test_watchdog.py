@@ -15,11 +15,24 @@ from grpo.run.watchdog import PHASES, SHOWN, Position, RankState, describe_stall
 
 
 def at(step=3, after=5.0, phase="update", waits=False, beat=1, stack=("own.py:4",)) -> Position:
-    return Position("here", 7, beat, step, after, phase, "own.py:4 in own", list(stack), waits)
+    return Position(
+        host="here",
+        process=7,
+        beat=beat,
+        step=step,
+        after=after,
+        phase=phase,
+        line="own.py:4 in own",
+        stack=list(stack),
+        waits=waits,
+    )
 
 
 def ranks(*positions: Position, moved=100.0, worked=100.0) -> dict[int, RankState]:
-    return {rank: RankState(position, 400.0, moved, worked) for rank, position in enumerate(positions)}
+    return {
+        rank: RankState(position=position, reported=400.0, moved=moved, worked=worked)
+        for rank, position in enumerate(positions)
+    }
 
 
 LOADING = {"step": 0, "after": -0.5, "phase": ""}
@@ -50,7 +63,7 @@ def test_who_is_behind(positions, expected):
 
 
 def test_a_report_tells_alive_from_working_from_moving():
-    state = RankState(at(), 1.0, 1.0, 1.0)
+    state = RankState(position=at(), reported=1.0, moved=1.0, worked=1.0)
     for now, position, expected in (
         (2.0, at(), (1.0, 1.0, 1.0)),
         (3.0, at(beat=2), (3.0, 1.0, 1.0)),

@@ -27,7 +27,7 @@ NEVER = [10**6]
 
 
 def continuous(model, tokenizer, eos=ENDS, rows=64) -> ContinuousSampler:
-    return ContinuousSampler(model, tokenizer, eos, LENGTH, rows)
+    return ContinuousSampler(model, tokenizer, eos, LENGTH, rows=rows)
 
 
 def ids_of(groups) -> list[list[int]]:
@@ -99,7 +99,7 @@ def test_what_is_beside_a_row_changes_nothing(tokenizer, rows, look_every):
     """Rows that end, move, and are taken by the next completion, against one row at a time."""
     model = packed(build(CONFIGS["qwen2"]))
     alone = continuous(model, tokenizer, rows=1).sample(EXAMPLES, COPIES, 1.0, 3, ids=[4, 9, 2, 7, 5])
-    sampler = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows, look_every=look_every)
+    sampler = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows=rows, look_every=look_every)
     handed = []
     groups = sampler.sample(EXAMPLES, COPIES, 1.0, 3, on_groups=handed.append, ids=[4, 9, 2, 7, 5])
     assert sorted(group for ended in handed for group in ended.items()) == [*enumerate(groups)]
@@ -117,11 +117,11 @@ def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, m
     """What CUDA records, called plainly: rows that draw nothing, moves, refills, a cache that grows."""
     model, shapes, step = packed(random_model(name)), [], SharedCache.step
     monkeypatch.setattr(
-        SharedCache, "step", lambda cache, shape, *state: (shapes.append(shape), step(cache, shape, *state))
+        SharedCache, "step", lambda cache, shape, **state: (shapes.append(shape), step(cache, shape, **state))
     )
     options = dict(look_every=look_every)
     plain, few = (
-        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, graphs=graphs, **options)
+        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, rows=7, graphs=graphs, **options)
         for graphs in (None, StepGraphs)
     )
     groups = few.sample(EXAMPLES, COPIES, 0.8, seed=1)
@@ -142,7 +142,7 @@ def test_replayed_steps_draw_the_same_tokens(name, dtype, tokenizer):
     model = packed(random_model(name).to(dtype))
     replayed, recorded = Taped.replayed, []
     for graphs in (StepGraphs, Taped):
-        sampler = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, look_every=4, graphs=graphs)
+        sampler = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, rows=7, look_every=4, graphs=graphs)
         groups = [sampler.sample(EXAMPLES, COPIES, 0.8, seed=seed) for seed in range(2)]
         recorded.append([(ids_of(drawn), logprobs_of(drawn)) for drawn in groups])
     assert recorded[0] == recorded[1] and Taped.replayed > replayed + 100
@@ -172,7 +172,9 @@ def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokeniz
     with Cards():
         model = build(CONFIGS["qwen2"]).to("meta:0")
         switch_on(model, "segments")
-        groups = ContinuousSampler(model, tokenizer, ENDS, LENGTH, 7, **options).sample(EXAMPLES, COPIES, 0.8, seed=1)
+        groups = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows=7, **options).sample(
+            EXAMPLES, COPIES, 0.8, seed=1
+        )
     assert ids_of(groups) == ids_of(expected) and len(steps) > 20
 
 
@@ -185,7 +187,7 @@ def test_recorded_steps_draw_the_same_tokens_on_a_gpu(name, tokenizer, monkeypat
     full = make_sampler(model, tokenizer, LONG, rows=7, packs=packs)
     assert type(full) is ContinuousSampler and len(replays) == 4
     full.eos_token_ids = RARE_ENDS
-    plain = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7)
+    plain = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, rows=7)
     for temperature in (0.8, 1.3):
         groups, expected = (sampler.sample(EXAMPLES, COPIES, temperature, seed=1) for sampler in (full, plain))
         assert ids_of(groups) == ids_of(expected)
@@ -235,7 +237,7 @@ def test_the_cache_grows_for_the_rows_alone_that_still_draw(graphs, tokenizer, m
         return grown
 
     monkeypatch.setattr(SharedCache, "make_room", noted)
-    few_ends = ContinuousSampler(model, tokenizer, [20], 200, 15, graphs=graphs)
+    few_ends = ContinuousSampler(model, tokenizer, [20], 200, rows=15, graphs=graphs)
     groups = few_ends.sample(EXAMPLES, COPIES, 1.0, seed=3)
     rooms, lengths = [room for _, _, room in sizes], [len(ids) for ids in ids_of(groups)]
     left = [
@@ -244,7 +246,7 @@ def test_the_cache_grows_for_the_rows_alone_that_still_draw(graphs, tokenizer, m
     assert rooms == [64, 96, 144, 200] and 15 > left[0] > left[-1] > 1
     kept = [15, *(min(15, 1 << (rows - 1).bit_length()) for rows in left)]
     assert [(rows, there) for rows, there, _ in sizes] == [*zip(kept, kept, strict=True)]
-    alone = ContinuousSampler(model, tokenizer, [20], 200, 1).sample(EXAMPLES, COPIES, 1.0, seed=3)
+    alone = ContinuousSampler(model, tokenizer, [20], 200, rows=1).sample(EXAMPLES, COPIES, 1.0, seed=3)
     assert ids_of(groups) == ids_of(alone)
 
 
@@ -252,7 +254,7 @@ def test_the_cache_grows_for_the_rows_alone_that_still_draw(graphs, tokenizer, m
 def test_a_call_leaves_no_cache_behind(name, tokenizer, monkeypatch):
     caches, begin = [], SharedCache.__init__
     monkeypatch.setattr(
-        SharedCache, "__init__", lambda self, *sizes: (caches.append(weakref.ref(self)), begin(self, *sizes))[1]
+        SharedCache, "__init__", lambda self, **sizes: (caches.append(weakref.ref(self)), begin(self, **sizes))[1]
     )
     sampler = continuous(packed(random_model(name)), tokenizer)
     gc.collect()
@@ -269,9 +271,8 @@ def test_a_call_leaves_no_cache_behind(name, tokenizer, monkeypatch):
 def test_completions_are_cut_at_their_length_and_at_their_first_end(tokenizer, length, look_every):
     model = packed(build(CONFIGS["qwen2"]))
     for eos in (NEVER, ENDS, [*range(64)]):
-        arguments = model, tokenizer, eos, length, 4
-        full = ContinuousSampler(*arguments, look_every=look_every)
-        expected = LocalSampler(*arguments).sample(EXAMPLES, 2, 1.0, 5)
+        full = ContinuousSampler(model, tokenizer, eos, length, rows=4, look_every=look_every)
+        expected = LocalSampler(model, tokenizer, eos, length, rows=4).sample(EXAMPLES, 2, 1.0, 5)
         drawn = full.sample(EXAMPLES, 2, 1.0, 5)
         assert ids_of(drawn) == ids_of(expected)
         for item in (item for group in (*drawn, *expected) for item in group):

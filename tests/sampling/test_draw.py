@@ -46,7 +46,7 @@ def test_without_numbers_it_is_the_most_likely_token_and_of_equals_the_first():
 def test_every_completion_has_numbers_of_its_own():
     seeds = (0, 1, 2**32, 2**32 + 1, 2**63)
     names = [(seed, group, place) for seed in seeds for group in (0, 1, 2**40) for place in (0, 1)]
-    assert len({tuple(uniforms(*name, 4)) for name in names}) == len(names)
-    numbers = uniforms(3, 5, 7, 1000)
-    assert (numbers[:9] == uniforms(3, 5, 7, 9)).all()
+    assert len({tuple(uniforms(name, 4)) for name in names}) == len(names)
+    numbers = uniforms((3, 5, 7), 1000)
+    assert (numbers[:9] == uniforms((3, 5, 7), 9)).all()
     assert numbers.min() >= 0 and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.04

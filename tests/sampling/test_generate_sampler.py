@@ -117,7 +117,10 @@ def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples)
 def test_the_text_has_no_special_tokens_and_keeps_the_tags(tokenizer):
     tags = "<think>1</think><answer>2</answer>"
     ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
-    assert make_rollout(tokenizer, [tokenizer.eos_token_id], ids, [-1.0] * len(ids), 0).text == tags
+    assert (
+        make_rollout(tokenizer, [tokenizer.eos_token_id], ids=ids, logprobs=[-1.0] * len(ids), policy_version=0).text
+        == tags
+    )
 
 
 def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, tokenizer, examples):

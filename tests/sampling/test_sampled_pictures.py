@@ -41,8 +41,8 @@ def family(request, tmp_path_factory):
     tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
     batcher = make_batcher(model, tokenizer.pad_token_id, load_processor(config, model.config, tokenizer))
     # 16 rows are fewer than there are completions: they are filled again.
-    chosen = make_sampler(model, tokenizer, LENGTH, 16, batcher.packs, batcher.vision)
-    generate = make_sampler(model, tokenizer, LENGTH, 16, 0, batcher.vision)
+    chosen = make_sampler(model, tokenizer, LENGTH, rows=16, packs=batcher.packs, vision=batcher.vision)
+    generate = make_sampler(model, tokenizer, LENGTH, rows=16, packs=0, vision=batcher.vision)
     assert isinstance(chosen, ContinuousSampler) and isinstance(generate, LocalSampler)
     plain = Plain(folder)
     return Family(plain, {"continuous": chosen, "generate": generate}, [prompt_of(plain, *parts) for parts in PROMPTS])
@@ -54,7 +54,9 @@ def prompt_of(plain: Plain, *content: str | bytes) -> Example:
     text = plain.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
     pictures = [part for part in content if isinstance(part, bytes)]
     ids = plain.prompt(text, pictures)
-    return Example(0, "", PicturedPrompt(ids, pictures) if pictures else ids, {"answer": ""})
+    return Example(
+        index=0, prompt="", prompt_ids=PicturedPrompt(ids, pictures) if pictures else ids, columns={"answer": ""}
+    )
 
 
 def test_samplers_know_the_log_probs_of_what_they_draw(family):

@@ -39,11 +39,11 @@ def qwen():
 
 
 def continuous(model, tokenizer, turns, rows=64, length=LENGTH, **options) -> ContinuousSampler:
-    return ContinuousSampler(model, tokenizer, ENDS, length, rows, None, turns, **options)
+    return ContinuousSampler(model, tokenizer, ENDS, length, rows=rows, turns=turns, **options)
 
 
 def plain(model, tokenizer, turns, rows=64, length=LENGTH) -> LocalSampler:
-    return LocalSampler(model, tokenizer, ENDS, length, rows, turns=turns)
+    return LocalSampler(model, tokenizer, ENDS, length, rows=rows, turns=turns)
 
 
 def flat(groups) -> list:
@@ -103,7 +103,7 @@ def test_a_completion_is_what_it_is_alone(qwen, tokenizer, expected, monkeypatch
     for at_once, graphs in ((True, None), (False, StepGraphs)):
         turns, handed = Scripted(ENDS, at_once=at_once), {}
         sampler = continuous(qwen, tokenizer, turns, rows, look_every=look_every, graphs=graphs)
-        groups = sampler.sample(EXAMPLES, 3, 1.0, 3, handed.update, PLACES)
+        groups = sampler.sample(EXAMPLES, 3, 1.0, 3, on_groups=handed.update, ids=PLACES)
         assert ids_of(groups) == expected[0]
         assert_rounded(logprobs_of(groups), expected[1])
         assert_rounded(logprobs_of(groups), scored(qwen, groups, 1.0))
@@ -129,9 +129,9 @@ def test_rows_that_wait_are_unharmed_where_recorded_steps_compute_them_too(qwen,
         arrange(rows, drawing, **options)
         waiting[:] = (rows.state[PROMPT, drawing:] > 0).nonzero()[0] + drawing
 
-    def counted(cache, shape, *state):
+    def counted(cache, shape, **state):
         computed.append(sum(row < shape.rows for row in waiting))
-        step(cache, shape, *state)
+        step(cache, shape, **state)
 
     computed = []
     monkeypatch.setattr(Rows, "arrange", noted)
@@ -152,7 +152,7 @@ def test_one_copy_of_each_and_other_prompts_beside_it_change_nothing(qwen, token
 def test_generate_draws_the_same(qwen, tokenizer, expected, rows):
     turns, handed = Scripted(ENDS), []
     sampler = plain(qwen, tokenizer, turns, rows)
-    groups = sampler.sample(EXAMPLES, 3, 1.0, 3, lambda groups: handed.extend(groups.items()), PLACES)
+    groups = sampler.sample(EXAMPLES, 3, 1.0, 3, on_groups=lambda groups: handed.extend(groups.items()), ids=PLACES)
     assert ids_of(groups) == expected[0]
     assert_rounded(logprobs_of(groups), expected[1])
     assert sorted(index for index, _ in handed) == [*range(5)]
@@ -237,7 +237,7 @@ def test_rows_draw_on_while_another_waits_for_its_answer(qwen, tokenizer):
     future, order = Future(), []
     answers = iter([future])
     dialogue = SimpleNamespace(
-        outcome=Outcome(True, []), answer=lambda drawn, room: next(answers, None), close=lambda: None
+        outcome=Outcome(finished=True, messages=[]), answer=lambda drawn, room: next(answers, None), close=lambda: None
     )
     turns = SimpleNamespace(begin=lambda example, name: dialogue)
 
@@ -414,7 +414,7 @@ def test_the_choice_at_the_start_hands_turns_on(tokenizer):
     model = build(CONFIGS["qwen2"])
     for packs, kind in ((make_batcher(model, 0).packs, ContinuousSampler), (False, LocalSampler)):
         turns = Scripted([2])
-        sampler = make_sampler(model, tokenizer, 6, 4, packs, turns=turns)
+        sampler = make_sampler(model, tokenizer, 6, rows=4, packs=packs, turns=turns)
         assert type(sampler) is kind and not turns.dialogues
         sampler.sample(EXAMPLES, 1, 1.0, 3)
         assert len(turns.dialogues) == 5 and turns.alive() == 0

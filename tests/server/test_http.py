@@ -493,7 +493,8 @@ def here(kind=HttpServer, host="127.0.0.1"):
         start_response("200 OK", [])
         return [b"here"]
 
-    server = kind(app, ServerConfig(host=host, port=0), lambda path, headers: (True, None), print)
+    config = ServerConfig(host=host, port=0)
+    server = kind(app, config, admit=lambda path, headers: (True, None), on_refused=lambda **refused: None)
     threading.Thread(target=server.run, daemon=True).start()
     try:
         yield server

@@ -183,17 +183,34 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
         requests.post(f"{server.url}/v1/rollouts/{path}", data=body, params=query, headers=headers, timeout=10)
 
     def lease(name: str, card: str) -> None:
-        post("lease", Lease(name, 1, [], 0.0, card, 0, "draws 1 group", 1234.0).to_json())
+        post(
+            "lease",
+            Lease(
+                worker=name,
+                room=1,
+                holds=[],
+                wait=0.0,
+                card=card,
+                version=0,
+                message="draws 1 group",
+                tokens_per_second=1234.0,
+            ).to_json(),
+        )
 
     with running_pool(tmp_path) as server:
         browser.open(server.url)
         browser.wait(READY)
         assert browser.js("document.title").endswith(" · pool of rollouts")
         assert browser.text("#model") == "no run yet" and "generate.py --pool" in browser.text("#no-workers")
-        data, tasks = weights(0), [Task(group, 0, 0, [7]) for group in range(4)]
+        data, tasks = weights(0), [Task(group=group, attempt=0, version=0, prompt_ids=[7]) for group in range(4)]
         post("files", data, sha256=sha(data), size=len(data), offset=0)
         post("run", RUN.to_json())
-        post("versions", Version(0, sha(data), len(data), True, None, None, PROBE).to_json())
+        post(
+            "versions",
+            Version(
+                version=0, sha256=sha(data), size=len(data), whole=True, base=None, delta=None, probe=PROBE
+            ).to_json(),
+        )
         post("tasks", encode_tasks(tasks))
         lease("box #1a2b3c4d", "RTX 4090")
         post("results", encode_drawn([drawn(tasks[0])], [(0, sha(data))]), worker="box #1a2b3c4d")

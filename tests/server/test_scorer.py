@@ -43,7 +43,9 @@ class Desk:
         self._fits, self._poison, self._error = fits, poison, error
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.notes: list[Pass] = []
-        self.queue = FairQueue(self.batcher, budget, queue, 1000, deterministic)
+        self.queue = FairQueue(
+            self.batcher, budget=budget, max_tokens=queue, max_requests=1000, deterministic=deterministic
+        )
         self.scorer = Scorer(self.queue, self.model, self.batcher, on_death=self.dead.append, on_pass=self.notes.append)
         self.first = self.ask([63], [[62]])
         assert self._busy.wait(30)
@@ -285,7 +287,9 @@ def test_a_cancelled_request_that_waits_is_not_computed_and_its_room_is_free():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("exchange", [False, True])
 def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(deterministic, exchange):
-    queue = FairQueue(Batcher(0, packs=False), 20, 1000, 100, deterministic)
+    queue = FairQueue(
+        Batcher(0, packs=False), budget=20, max_tokens=1000, max_requests=100, deterministic=deterministic
+    )
     lost = queue.submit(LogprobsRequest.of([5, 6], [[7] * 8] * 6, 1.0), "a")
     begun = queue.take()
     assert 0 < len(begun) < 6

@@ -108,9 +108,9 @@ def test_a_deterministic_server_keeps_other_pictures_apart(folders, plain):
     groups = [(prompt_of(plain, SMALL), [[5, 6]]), (prompt_of(plain, drawing(16, 16, 4)), [[5, 6]])]
     ids, rows = [*groups[0][0]], [5, 6]
     request = LogprobsRequest(
-        np.array(2 * (ids + rows), np.int32),
-        np.full(2, len(ids), np.int32),
-        np.full(2, 2, np.int32),
+        input_ids=np.array(2 * (ids + rows), np.int32),
+        prompt_lengths=np.full(2, len(ids), np.int32),
+        completion_lengths=np.full(2, 2, np.int32),
         pictures=[prompt.pictures for prompt, _ in groups],
     )
     with serving(folders(FAMILY), deterministic=True) as service:

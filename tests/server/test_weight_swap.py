@@ -314,7 +314,7 @@ def test_commits_that_wait_leave_threads_for_everything_else(make, model_folder,
 def test_a_folder_that_cannot_be_written_is_refused(model, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="update_folder='.*/file': .*: name a folder to write to"):
-        WeightSwap(None, model, "tokens", str(tmp_path / "file"), 1.0, on_swap=print)
+        WeightSwap(None, model, inputs="tokens", folder=str(tmp_path / "file"), patience=1.0, on_swap=print)
 
 
 def test_a_server_of_an_adapter_cannot_be_updated(model_folder, tmp_path):
@@ -322,7 +322,7 @@ def test_a_server_of_an_adapter_cannot_be_updated(model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     train_adapter(model, TrainerConfig(use_peft=True))
     with pytest.raises(ConfigError, match="update_folder='.*': whole models come, and this one is an adapter"):
-        WeightSwap(None, model, "tokens", str(tmp_path), 1.0, on_swap=print)
+        WeightSwap(None, model, inputs="tokens", folder=str(tmp_path), patience=1.0, on_swap=print)
 
 
 @pytest.mark.slow

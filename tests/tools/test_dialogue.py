@@ -321,7 +321,7 @@ def test_a_turn_that_calls_nothing_is_over_before_any_code_runs(talks):
     for text, ends in (("no call", True), (call("add", a=1, b=1), False)):
         talk = talks.begin()
         assert talk.dialogue.answer(ids_of(talks.tokenizer, text, ends), 1000) is None
-        assert talk.dialogue.outcome == Outcome(ends, [{"role": "assistant", "content": text}])
+        assert talk.dialogue.outcome == Outcome(finished=ends, messages=[{"role": "assistant", "content": text}])
 
 
 def test_ids_that_another_tokenisation_would_merge_stay_apart(talks):

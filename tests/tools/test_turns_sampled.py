@@ -47,9 +47,10 @@ def sampled(policy, tmp_path):
         # A model that has learnt nothing rarely ends a turn, so many ids end one.
         talks = Talks(tmp_path, CODE, None, range(100, 130), environment="Echo", **settings)
         started.append(talks.turns)
-        sampler = kind(policy, talks.tokenizer, talks.ends, LENGTH, rows, None, talks.turns)
+        sampler = kind(policy, talks.tokenizer, talks.ends, LENGTH, rows=rows, turns=talks.turns)
         examples = [
-            Example(i, "", ids_of(talks.tokenizer, "ask" * (i + 1), ends=False), row) for i, row in enumerate(columns)
+            Example(index=i, prompt="", prompt_ids=ids_of(talks.tokenizer, "ask" * (i + 1), ends=False), columns=row)
+            for i, row in enumerate(columns)
         ]
         module = sys.modules[module_name(talks.file)]
         try:

@@ -50,7 +50,7 @@ def ask(model, tokenizer, model_folder, data_folder):
         examples = load_examples(config, "test", tokenizer, config.eval_samples, progress=False)
         sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
         rewarder = Rewarder(FUNCTIONS, FUNCTIONS, config)
-        return evaluate(sampler, examples, rewarder, rank, world_size, TrainerState())
+        return evaluate(sampler, examples, rewarder, rank=rank, world_size=world_size, state=TrainerState())
 
     return run
 
@@ -121,7 +121,13 @@ class ScriptedSampler(Sampler):
     """A sampler without a model: it answers greedily with the gold answer, and sample by sample in turn."""
 
     def rollout(self, text: str) -> Rollout:
-        return Rollout(list(text.encode()), True, text, [-1.0] * len(text), policy_version=3)
+        return Rollout(
+            completion_ids=list(text.encode()),
+            finished=True,
+            text=text,
+            sampling_logprobs=[-1.0] * len(text),
+            policy_version=3,
+        )
 
     def greedy(self, examples):
         return [self.rollout(example.gold) for example in examples]
@@ -186,9 +192,12 @@ def evaluated(examples: int, functions: dict, **settings):
     config = config_of(**{"model": "none", "dataset": "none", "sequences_per_generate": 2, **settings})
     config.reward_funcs, config.reward_weights = [*functions], config.reward_weights[: len(functions)]
     golds = [str(index % 2) for index in range(examples)]
-    problems = [Example(index, "?", [1], {"answer": gold}, gold=gold) for index, gold in enumerate(golds)]
+    problems = [
+        Example(index=index, prompt="?", prompt_ids=[1], columns={"answer": gold}, gold=gold)
+        for index, gold in enumerate(golds)
+    ]
     rewarder = Rewarder(functions, functions, config)
-    return evaluate(ScriptedSampler(), problems, rewarder, 0, 1, TrainerState())
+    return evaluate(ScriptedSampler(), problems, rewarder, rank=0, world_size=1, state=TrainerState())
 
 
 def test_any_sampler_can_be_evaluated():

@@ -156,7 +156,7 @@ def test_the_dry_run_counts_the_moments_that_there_are():
     for state in optimizer.state.values():
         parts = [state.get(name) for name in ("state1", "state2", "absmax1", "absmax2")]
         held += sum(part.numel() * part.element_size() for part in parts if part is not None)
-    work = RankWork(config_of(optim="adamw_8bit"), 1, 50, 0)
+    work = RankWork(config=config_of(optim="adamw_8bit"), ranks=1, longest_prompt=50, held_out=0)
     for device in ("cpu", "cuda"):
         memory = rank_memory(on_meta(model.config, torch.float32), work, {"zero_optimization": {}}, device)
         assert memory.standing["AdamW's moments"] == held

@@ -61,12 +61,12 @@ def settings(tmp_path):
 @pytest.fixture
 def ranks(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield Ranks(0, 1, torch.device("cpu"), None)
+    yield Ranks(rank=0, size=1, device=torch.device("cpu"), watchdog=None)
     dist.destroy_process_group()
 
 
 def example(index: int, **columns) -> Example:
-    return Example(index, "", [7, index + 3], columns)
+    return Example(index=index, prompt="", prompt_ids=[7, index + 3], columns=columns)
 
 
 @pytest.fixture
@@ -80,7 +80,17 @@ def draw(settings, ranks, tokenizer, tmp_path):
         source = Kept(tmp_path / "pool.sqlite")
         sources.append(source)
         ask, stream = Retrier(source, 900.0, threading.Event()), PromptStream(examples, count, seed=0)
-        sampler = PoolSampler(config, source, ask, None, None, tokenizer, [2], stream, ranks)
+        sampler = PoolSampler(
+            config=config,
+            source=source,
+            ask=ask,
+            policy=None,
+            run=None,
+            tokenizer=tokenizer,
+            end_ids=[2],
+            prompts=stream,
+            ranks=ranks,
+        )
         sampler.update_weights(0)
         return sampler.sample(examples, 2, 1.0, config.seed, ids=range(count)), source
 

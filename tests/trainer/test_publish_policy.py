@@ -62,7 +62,7 @@ class Pool:
         [base] = [other for other in self.client.versions() if other.version == version.base]
         old = self.fetch(base, folder)
         self.client.fetch_file(version.delta, folder / "delta")
-        apply_delta(old, folder / "delta", path, version.sha256)
+        apply_delta(old, folder / "delta", new=path, sha256=version.sha256)
         return path
 
     def weights(self, version: Version, folder: Path) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ class Pool:
 def serving(path: Path) -> Iterator[Pool]:
     config = ServerConfig(task="rollouts", pool_file=str(path), port=0)
     service = PoolService(config)
-    server = HttpServer(make_app(service), config, service.admit, lambda *refused: None)
+    server = HttpServer(make_app(service), config, admit=service.admit, on_refused=lambda **refused: None)
     threading.Thread(target=server.run, daemon=True).start()
     service.load()
     try:
@@ -101,7 +101,9 @@ def publisher_of(
 ) -> PolicyPublisher:
     stop = stop or threading.Event()
     copy = PolicyCopy(model, make_batcher(model, 0))
-    return PolicyPublisher(client, copy, folder, Retrier(client, deadline, stop), stop)
+    return PolicyPublisher(
+        client=client, policy=copy, run_folder=folder, ask=Retrier(client, deadline, stop), stop=stop
+    )
 
 
 def take_copy(publisher: PolicyPublisher) -> None:
@@ -222,8 +224,10 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     model.save_pretrained(tmp_path / "saved")
     adapter = load_file(tmp_path / "saved/adapter_model.safetensors")
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    sampler = make_sampler(model, tokenizer, run.max_completion_length, 4, batcher.packs)
-    (rollouts,) = sampler.sample([Example(7, "", [5, 6, 7], {})], run.num_generations, 0.8, run.seed, ids=[7])
+    sampler = make_sampler(model, tokenizer, run.max_completion_length, rows=4, packs=batcher.packs)
+    (rollouts,) = sampler.sample(
+        [Example(index=7, prompt="", prompt_ids=[5, 6, 7], columns={})], run.num_generations, 0.8, run.seed, ids=[7]
+    )
     publisher.wait()
     assert (publisher.write_base()[1], model_files(model, tokenizer)) == (base, packed)  # a resumed run's are the same
     first, second = pool.client.versions()
@@ -238,7 +242,7 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     worker.bring(1, second.sha256)
     engine.load(worker.path, 1)
     assert rounded(engine.logprobs(second.probe)) == second.probe.logprobs != first.probe.logprobs
-    drawn = engine.draw(Task(7, 0, 1, [5, 6, 7]))
+    drawn = engine.draw(Task(group=7, attempt=0, version=1, prompt_ids=[5, 6, 7]))
     assert drawn.completions == [rollout.completion_ids for rollout in rollouts]
     assert drawn.logprobs == [rollout.sampling_logprobs for rollout in rollouts]
     assert ModelFolder(tmp_path, pool.client, ask).sha256 == base  # a worker that starts again has it
@@ -273,7 +277,9 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
     def start(folder: str) -> tuple[PolicyPublisher, PoolRun]:
         publisher = publisher_of(pool.client, model, tmp_path / folder)
         checkpoints = SimpleNamespace(identity=RUN.run, oldest=lambda: 0)
-        return publisher, PoolRun(config, publisher, tokenizer, "a", checkpoints, None)
+        return publisher, PoolRun(
+            config=config, publisher=publisher, tokenizer=tokenizer, name="a", checkpoints=checkpoints, turns=None
+        )
 
     publisher, first = start("first")
     for version in range(3):
@@ -282,10 +288,17 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
         train(model)
     publisher.wait()
     before = {version.version: version.sha256 for version in pool.client.versions()}
-    pool.client.put_tasks([Task(3, 0, 0, [5])])  # of the round that begins with version 2
+    pool.client.put_tasks(
+        [Task(group=3, attempt=0, version=0, prompt_ids=[5])]
+    )  # of the round that begins with version 2
     count, longest = config.num_generations, config.max_completion_length
-    row = [5] * longest, [-0.5] * longest, [0] + [2] * (longest - 1)
-    drawn = GroupResult(3, 0, *([values] * count for values in row))
+    drawn = GroupResult(
+        group=3,
+        attempt=0,
+        completions=[[5] * longest] * count,
+        logprobs=[[-0.5] * longest] * count,
+        versions=[[0] + [2] * (longest - 1)] * count,
+    )
     assert pool.client.results("w", [drawn], before.items()) == ["accepted"]
     publisher, again = start("again")
     take_copy(publisher)

@@ -29,15 +29,30 @@ def config(*functions: str, **settings) -> TrainerConfig:
 
 def rollout(text: str, answers: int = 0, **rewards: float) -> Rollout:
     """A completion of two tokens, with those of answers between them."""
-    outcome = Outcome(True, [{"role": "assistant", "content": text}], rewards=rewards)
-    return Rollout([1] * (answers + 2), True, text, [], 0, [True, *[False] * answers, True], outcome)
+    outcome = Outcome(finished=True, messages=[{"role": "assistant", "content": text}], rewards=rewards)
+    return Rollout(
+        completion_ids=[1] * (answers + 2),
+        finished=True,
+        text=text,
+        sampling_logprobs=[],
+        policy_version=0,
+        drawn=[True, *[False] * answers, True],
+        outcome=outcome,
+    )
 
 
-ROLLOUTS = [rollout("abc", Game=3.0), rollout("de"), Rollout([1, 2], True, "f", [], 0), rollout("g", Game=-1.0)]
+ROLLOUTS = [
+    rollout("abc", Game=3.0),
+    rollout("de"),
+    Rollout(completion_ids=[1, 2], finished=True, text="f", sampling_logprobs=[], policy_version=0),
+    rollout("g", Game=-1.0),
+]
 
 
 def compute(rewarder: Rewarder, rollouts=tuple(ROLLOUTS)) -> list[list[float]]:
-    return rewarder.compute([Example(0, "p", [1], {})] * len(rollouts), rollouts, TrainerState()).tolist()
+    return rewarder.compute(
+        [Example(index=0, prompt="p", prompt_ids=[1], columns={})] * len(rollouts), rollouts, TrainerState()
+    ).tolist()
 
 
 def test_an_environments_reward_follows_those_of_the_functions():

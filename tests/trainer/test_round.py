@@ -22,12 +22,30 @@ def samples(at_answers: float) -> list[Sample]:
         given = iter(values)
         return [next(given) if drawn else at_answers for drawn in DRAWN]
 
-    outcome = Outcome(True, [])
+    outcome = Outcome(finished=True, messages=[])
     rollouts = [
-        Rollout([*range(10, 17)], True, "", logprobs(-1, -2, -3, -4), 0, DRAWN, outcome),
-        Rollout([20, 21], True, "", [-5, -6], 0, [True, True], outcome),
+        Rollout(
+            completion_ids=[*range(10, 17)],
+            finished=True,
+            text="",
+            sampling_logprobs=logprobs(-1, -2, -3, -4),
+            policy_version=0,
+            drawn=DRAWN,
+            outcome=outcome,
+        ),
+        Rollout(
+            completion_ids=[20, 21],
+            finished=True,
+            text="",
+            sampling_logprobs=[-5, -6],
+            policy_version=0,
+            drawn=[True, True],
+            outcome=outcome,
+        ),
     ]
-    made = make_samples(Group(3, Example(0, "p", [1, 2], {}), rollouts))
+    made = make_samples(
+        Group(id=3, example=Example(index=0, prompt="p", prompt_ids=[1, 2], columns={}), rollouts=rollouts)
+    )
     answer = Future()
     answer.set_result([np.array(logprobs(-7, -8, -9, -10), np.float32), np.array([-11, -12], np.float32)])
     wait_for_reference(made, {3: answer})
@@ -48,8 +66,12 @@ def test_what_stands_at_the_tokens_of_answers_has_no_influence(at_answers):
 
 
 def test_without_answers_the_log_probs_stay_as_they_are():
-    rollout = Rollout([5, 6], False, "", [-1.0, float("nan")], 0)
-    (sample,) = make_samples(Group(0, Example(0, "p", [1], {}), [rollout]))
+    rollout = Rollout(
+        completion_ids=[5, 6], finished=False, text="", sampling_logprobs=[-1.0, float("nan")], policy_version=0
+    )
+    (sample,) = make_samples(
+        Group(id=0, example=Example(index=0, prompt="p", prompt_ids=[1], columns={}), rollouts=[rollout])
+    )
     assert sample.drawn is None and sample.tokens == 2 and not sample.finished
     np.testing.assert_array_equal(sample.sampling_logprobs, [-1.0, np.nan])
 
@@ -57,7 +79,15 @@ def test_without_answers_the_log_probs_stay_as_they_are():
 def rollout(pattern: str, calls: int = 0, failures: int = 0, finished: bool = True) -> Rollout:
     """Make a completion: a D for each token that was drawn, an a for each of an answer."""
     drawn = [letter == "D" for letter in pattern]
-    return Rollout([5] * len(drawn), finished, "", [], 0, drawn, Outcome(finished, [], calls, failures))
+    return Rollout(
+        completion_ids=[5] * len(drawn),
+        finished=finished,
+        text="",
+        sampling_logprobs=[],
+        policy_version=0,
+        drawn=drawn,
+        outcome=Outcome(finished=finished, messages=[], tool_calls=calls, tool_failures=failures),
+    )
 
 
 def metrics(*ranks: list[Rollout]) -> dict[str, float]:
@@ -92,6 +122,6 @@ def test_what_no_completion_has_has_no_number():
     found = metrics([rollout("DD", finished=False)], [rollout("DDD", finished=False)])
     assert all(math.isnan(found[f"completions/{name}_terminated_length"]) for name in ("mean", "min", "max"))
     assert found["tools/failure_frequency"] == 0
-    found = metrics([Rollout([5, 6, 7], True, "", [], 0)])
+    found = metrics([Rollout(completion_ids=[5, 6, 7], finished=True, text="", sampling_logprobs=[], policy_version=0)])
     assert found["completions/mean_length"] == 3
     assert not [name for name in found if "tool" in name or "turns" in name]

@@ -30,7 +30,9 @@ RIGHT = "<think>\nA third.\n</think>\nIt is $\\boxed{\\frac{2}{6}}$."
 
 
 def rollout(text: str) -> Rollout:
-    return Rollout([*text.encode()], True, text, [0.0] * len(text), 0)
+    return Rollout(
+        completion_ids=[*text.encode()], finished=True, text=text, sampling_logprobs=[0.0] * len(text), policy_version=0
+    )
 
 
 @pytest.fixture(params=["text", "messages"])
@@ -114,7 +116,9 @@ AS_TEXT = [f"I add.\n{CALL_AS_TEXT}\n{CALL_AS_TEXT}", "4", CALL_AS_TEXT, "four",
 
 def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
     begun = [QUESTION, {"role": "assistant", "content": "It is"}]
-    examples = [Example(0, "p", [1], {}, messages) for messages in ([QUESTION], begun)]
+    examples = [
+        Example(index=0, prompt="p", prompt_ids=[1], columns={}, messages=messages) for messages in ([QUESTION], begun)
+    ]
     listener = Listener()
     score_rollouts({"listener": listener}, examples, [rollout("4"), rollout(" 4")], STATE)
     seen = [[message["content"] for message in conversation] for conversation in listener.conversations]
@@ -131,7 +135,15 @@ def test_a_completion_with_answers_is_its_messages_and_to_a_text_what_the_model_
         given.append((completions, completion_ids))
         return [0.0]
 
-    answered = Rollout([7, 8, 9], True, "<call>\nIt is 4.", [], 0, [True, False, True], Outcome(True, ANSWERED, 3))
+    answered = Rollout(
+        completion_ids=[7, 8, 9],
+        finished=True,
+        text="<call>\nIt is 4.",
+        sampling_logprobs=[],
+        policy_version=0,
+        drawn=[True, False, True],
+        outcome=Outcome(finished=True, messages=ANSWERED, tool_calls=3),
+    )
     score_rollouts({"spy": spy, "listener": listener}, [example], [answered], STATE)
     assert given == [([ANSWERED if example.conversation else "<call>\nIt is 4."], [[7, 8, 9]])]
     expected = [{"role": was["role"], "content": text} for was, text in zip(ANSWERED, AS_TEXT, strict=True)]
@@ -144,7 +156,13 @@ def test_the_functions_of_reward_py_read_both_kinds(tokenizer):
     answer = "2+2</think> <answer>4</answer>"
     for prompt in ("2+2?", [{"role": "user", "content": "2+2?"}]):
         example = make_example(CONFIG, tokenizer, 0, {"problem": prompt, "solution": "4"})
-        opened = Example(0, example.prompt + "<think>\n", [], example.columns, conversation=example.conversation)
+        opened = Example(
+            index=0,
+            prompt=example.prompt + "<think>\n",
+            prompt_ids=[],
+            columns=example.columns,
+            conversation=example.conversation,
+        )
         functions = {"correct": correctness_reward, "format": format_reward}
         rewards = score_rollouts(functions, [opened] * 2, [rollout(answer), rollout("<answer>4.0</answer>")], STATE)
         assert rewards.tolist() == [[2.0, 1.5], [0.8, 0.6]]
@@ -158,7 +176,7 @@ def scored(path: Path, source: str, examples: list[Example], texts: list[str], t
     config = TrainerConfig(reward_funcs=[f"{path}:{name}" for name in names], reward_timeout=timeout)
     functions, pool = start_functions(load_reward_funcs(config.reward_funcs), config, workers=2)
     logged = Logged()
-    rewards = score_rollouts(functions, examples, [*map(rollout, texts)], STATE, logged)
+    rewards = score_rollouts(functions, examples, [*map(rollout, texts)], STATE, logged=logged)
     if pool:
         pool.close()
     return rewards.tolist(), logged
@@ -197,7 +215,7 @@ def test_trls_own_functions_run_unchanged(tokenizer, timeout, tmp_path):
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
 def test_functions_in_worker_processes_are_given_and_log_the_same(tmp_path, timeout):
-    examples = [Example(0, "p", [1], {"level": 0.5})] * 2
+    examples = [Example(index=0, prompt="p", prompt_ids=[1], columns={"level": 0.5})] * 2
     rewards, logged = scored(tmp_path / "mine.py", LOGS, examples, ["ab", "c"], timeout, "logs")
     assert (rewards, logged.extra, logged.metrics) == ([[3.5, 3.5]], {"first": ["a", "c"]}, {"letters": [2.0, 1.0]})
 
@@ -212,8 +230,13 @@ def test_functions_are_given_pil_images_in_the_shape_of_the_column(tmp_path):
         shown.convert("L").save(turned, "PNG", exif=exif)
     pictures = [*map(EncodedPicture, files)]
     examples = [
-        Example(0, "p", [1], {"images": pictures, "photo": EncodedPicture(turned.getvalue())}),
-        Example(1, "p", [1], {"images": pictures[:1], "photo": None}),
+        Example(
+            index=0,
+            prompt="p",
+            prompt_ids=[1],
+            columns={"images": pictures, "photo": EncodedPicture(turned.getvalue())},
+        ),
+        Example(index=1, prompt="p", prompt_ids=[1], columns={"images": pictures[:1], "photo": None}),
     ]
     for timeout in (None, 20.0):
         rewards, _ = scored(tmp_path / "mine.py", SEES, examples, ["ab", "c"], timeout, "sees")

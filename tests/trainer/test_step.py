@@ -298,7 +298,11 @@ def test_waiting_for_the_reference_fills_the_samples_that_lack_its_logprobs():
     def logprobs(value: float) -> np.ndarray:
         return np.full(2, value, np.float32)
 
-    samples = [Sample([1], [2, 3], True, group_id=group, place=place) for group in (4, 7) for place in (0, 1)]
+    samples = [
+        Sample(prompt_ids=[1], completion_ids=[2, 3], finished=True, group_id=group, place=place)
+        for group in (4, 7)
+        for place in (0, 1)
+    ]
     samples[0].ref_logprobs = known = logprobs(-9.0)
     requests = {4: Future(), 7: Future()}
     requests[4].set_result([logprobs(-1.0), logprobs(-2.0)])

@@ -34,7 +34,9 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 def memory_of(shape, prompts: int, prompt: int, **settings) -> Memory:
     """What a rank needs on a CPU that trains on so many prompts."""
     config, model = TrainerConfig(prompts_per_step=prompts, **settings), on_meta(shape, torch.float32).eval()
-    return rank_memory(model, RankWork(config, 1, prompt, 0), {"zero_optimization": {}}, "cpu")
+    return rank_memory(
+        model, RankWork(config=config, ranks=1, longest_prompt=prompt, held_out=0), {"zero_optimization": {}}, "cpu"
+    )
 
 
 def needed(device="cpu", dtype=torch.float32, ranks=1, zero=None, sums="fp32", **changes) -> Memory:
@@ -43,7 +45,7 @@ def needed(device="cpu", dtype=torch.float32, ranks=1, zero=None, sums="fp32", *
     config, model = TrainerConfig(**settings), on_meta(qwen(2, 100, **SMALL), dtype).eval()
     make_trainable(model, config)
     ds_config = {"zero_optimization": zero or {}, "data_types": {"grad_accum_dtype": sums}}
-    return rank_memory(model, RankWork(config, ranks, 100, 0), ds_config, device)
+    return rank_memory(model, RankWork(config=config, ranks=ranks, longest_prompt=100, held_out=0), ds_config, device)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -102,9 +104,11 @@ def test_sampling_holds_as_much_for_four_times_as_many_completions(graphs):
     shape, rows, copies, tokens = qwen(2, 512, **SMALL), 8, 4, 48
     model, peaks = random_model(shape), []
     switch_on(model, "segments")
-    sampler = ContinuousSampler(model, NoText(), [512], tokens, rows, graphs=graphs)
+    sampler = ContinuousSampler(model, NoText(), [512], tokens, rows=rows, graphs=graphs)
     for prompts in (4, 16):
-        examples = [Example(place, "", [3 + place] * 64, {}) for place in range(prompts)]
+        examples = [
+            Example(index=place, prompt="", prompt_ids=[3 + place] * 64, columns={}) for place in range(prompts)
+        ]
         with LiveTensors(model) as live:
             sampler.sample(examples, copies, 1.0, seed=0)
         peaks.append(live.most)
@@ -121,10 +125,15 @@ def test_sampling_with_long_answers_holds_what_is_predicted(sampler):
     model, ends = random_model(shape), [*range(512)]  # every segment is a token
     switch_on(model, "segments")
     turns = Scripted(ends, lambda drawn, turn: [7] * 250 if turn == 0 else None)
-    arguments = model, NoText(), ends, tokens, rows, None, turns
-    drawing = LocalSampler(*arguments) if sampler == "generate" else ContinuousSampler(*arguments)
+    kind = LocalSampler if sampler == "generate" else ContinuousSampler
+    drawing = kind(model, NoText(), ends, tokens, rows=rows, turns=turns)
     with LiveTensors(model) as live:
-        drawing.sample([Example(place, "", [3 + place] * 16, {}) for place in range(2)], 4, 1.0, seed=0)
+        drawing.sample(
+            [Example(index=place, prompt="", prompt_ids=[3 + place] * 16, columns={}) for place in range(2)],
+            4,
+            1.0,
+            seed=0,
+        )
     settings = dict(num_generations=4, sequences_per_generate=rows, sampler=sampler, max_completion_length=tokens)
     memories = [memory_of(shape, 2, 16, tools=tools, **settings) for tools in ([], ["tests/callers.py:price"])]
     without, with_tools = (memory.tensors(SAMPLING) - total(memory.standing) for memory in memories)
@@ -181,7 +190,9 @@ def test_what_readme_promises_fits(shape, ranks, options, monkeypatch):
     config = parse_arguments(TrainerConfig, "", options)
     model = on_meta(qwen(**(SHAPES | LARGE_SHAPES)[shape]), torch.bfloat16).eval()
     make_trainable(model, config)
-    work = RankWork(config, ranks, config.max_prompt_length, held_out=max(config.eval_samples, 0))
+    work = RankWork(
+        config=config, ranks=ranks, longest_prompt=config.max_prompt_length, held_out=max(config.eval_samples, 0)
+    )
     memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
     assert smallest_card(memory) <= (40 if "local" in options else 24)
     assert total(memory.host) < 170 * 2**30 / ranks
@@ -214,7 +225,7 @@ def test_what_the_page_on_larger_models_promises_fits_cards_of_24_gb(shape, rank
     config = parse_arguments(TrainerConfig, "", [f"--deepspeed={file}", *LONE, *options])
     model = on_meta(qwen(**LARGE_SHAPES[shape]), torch.bfloat16).eval()
     make_trainable(model, config)
-    work = RankWork(config, ranks, config.max_prompt_length, held_out=0)
+    work = RankWork(config=config, ranks=ranks, longest_prompt=config.max_prompt_length, held_out=0)
     memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
     assert smallest_card(memory) <= 24 and round(ranks * total(memory.host) / 2**30) == gib
 

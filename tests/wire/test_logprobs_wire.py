@@ -27,7 +27,9 @@ VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS = 100, 12, 5, 40
 
 
 def decode(body: bytes) -> LogprobsRequest:
-    return decode_request(body, VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS)
+    return decode_request(
+        body, vocab_size=VOCABULARY, max_length=LONGEST, max_sequences=MOST_SEQUENCES, max_tokens=MOST_TOKENS
+    )
 
 
 def body(metadata: dict[str, str] | None = None, **changes) -> bytes:
@@ -151,10 +153,15 @@ def test_prompts_with_and_without_pictures_share_a_request():
     rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3], [1, 2, 4], [5, 6]]
     pictures = [(SMALL,), (SMALL,), (), (WIDE,), (WIDE,), (SMALL, WIDE)]
     lengths = np.array([len(row) for row in rows], INT32)
-    sent = LogprobsRequest(np.concatenate(rows).astype(INT32), lengths, 0 * lengths, pictures=pictures)
+    sent = LogprobsRequest(
+        input_ids=np.concatenate(rows).astype(INT32),
+        prompt_lengths=lengths,
+        completion_lengths=0 * lengths,
+        pictures=pictures,
+    )
     body = encode_request(sent)
     assert load(body)["picture_counts"].tolist() == [1, -1, 0, 1, 1, 2]
-    received = decode_request(body, VOCABULARY, LONGEST, 6, MOST_TOKENS)
+    received = decode_request(body, vocab_size=VOCABULARY, max_length=LONGEST, max_sequences=6, max_tokens=MOST_TOKENS)
     assert received.pictures == pictures
     assert [prompt for prompt, _ in received.sequences() if isinstance(prompt, PicturedPrompt)] == [
         PicturedPrompt(row, files) for row, files in zip(rows, pictures, strict=True) if files
@@ -167,7 +174,7 @@ def test_a_request_without_pictures_has_the_bytes_of_version_1():
     tensors = {name: np.array(values, INT32) for name, values in arrays.items()}
     first = save(tensors, {"temperature": "1.0", "request_id": "x", "client": ""})
     for prompt in ([1, 2], PicturedPrompt([1, 2], [])):
-        sent = encode_request(LogprobsRequest.of(prompt, [[4], []], 1.0, "x"))
+        sent = encode_request(LogprobsRequest.of(prompt, [[4], []], 1.0, request_id="x"))
         assert load(sent).keys() == load(first).keys() and len(sent) == len(first)
         assert {name: tensor.tolist() for name, tensor in load(sent).items()} == arrays
 
@@ -239,7 +246,7 @@ def test_too_many_pictures_or_pixels_are_refused_before_one_is_decoded(files, st
     assert (refused.value.status, refused.value.code) == (status, code)
 
 
-VALID = encode_request(LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], 1.0, "x"))
+VALID = encode_request(LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], 1.0, request_id="x"))
 WITH_PICTURES = encode_request(LogprobsRequest.of(PICTURED, [[4, 5], [], [6]], 1.0))
 
 
@@ -315,7 +322,9 @@ def test_a_header_above_64_kib_is_refused_before_it_is_read():
 
 
 def test_an_answer_survives_the_way():
-    sent = LogprobsAnswer(np.array([-0.5, -2.0, -1e-8], np.float32), "abc", "group 3")
+    sent = LogprobsAnswer(
+        logprobs=np.array([-0.5, -2.0, -1e-8], np.float32), model_fingerprint="abc", request_id="group 3"
+    )
     received = decode_answer(encode_answer(sent), tokens=3)
     assert received.logprobs.tolist() == sent.logprobs.tolist()
     assert (received.model_fingerprint, received.request_id) == ("abc", "group 3")
@@ -339,8 +348,18 @@ def test_an_answer_that_is_not_three_logprobs_is_refused(answer):
 
 
 def test_health_is_one_flat_object_that_survives_the_way_with_later_fields():
-    model = ModelInfo("m", "f", "t", "c", 10, 20, "float32", "cpu", "4bit")
-    health = ServerInfo("ready", model, queue_depth=5, takes_updates=True, task="reward")
+    model = ModelInfo(
+        name="m",
+        fingerprint="f",
+        tokenizer_fingerprint="t",
+        config_fingerprint="c",
+        vocab_size=10,
+        max_length=20,
+        dtype="float32",
+        device="cpu",
+        quantization="4bit",
+    )
+    health = ServerInfo(status="ready", model=model, queue_depth=5, takes_updates=True, task="reward")
     assert ServerInfo.from_json(health.to_json()) == health
     more = json.dumps(json.loads(health.to_json()) | {"colour": "green"}).encode()
     assert ServerInfo.from_json(more) == health
@@ -350,7 +369,7 @@ def test_health_is_one_flat_object_that_survives_the_way_with_later_fields():
         **{"vocab_size": 10, "max_length": 20, "dtype": "float32", "device": "cpu", "quantization": "4bit"},
         "processor_fingerprint": "",
     }
-    assert ServerInfo.from_json(b'{"version": 1, "status": "loading"}') == ServerInfo("loading")
+    assert ServerInfo.from_json(b'{"version": 1, "status": "loading"}') == ServerInfo(status="loading")
 
 
 @pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"version": 1}', b'{"version": 2, "status": "ready"}', b"hello"])

@@ -36,7 +36,7 @@ CODES = {
     413: {"too_many_tasks", "too_many_groups"},
     422: {"wrong_completions"},
 }
-TASKS = [Task(group, 0, 0, [7, group]) for group in range(40)]
+TASKS = [Task(group=group, attempt=0, version=0, prompt_ids=[7, group]) for group in range(40)]
 DELTA = weights(7, 100)
 ODD = [None, True, False, -1, 0, 1, 3, 1.5, -0.5, float("nan"), float("inf"), 2**31, 2**63, 10**400, "", "x", "\ud800"]
 ODD += ["0" * 64, "é" * 128, "x" * 129, "\x00", [], {}, [[]], [[0, 0]], [[0]], [[0, 0], None], [["0", 0]], {"a": 1}]
@@ -50,8 +50,8 @@ def tasks_of(run: RunInfo) -> list[Task]:
 
 def valid(draw: random.Random, run: RunInfo) -> tuple[str, dict, bytes]:
     """Return the path, the query and the body of a request that the pool takes."""
-    version = Version(0, sha(weights(0)), 5000, True, None, None, PROBE)
-    later = Version(1, sha(weights(1)), 5000, False, 0, sha(DELTA), PROBE)
+    version = Version(version=0, sha256=sha(weights(0)), size=5000, whole=True, base=None, delta=None, probe=PROBE)
+    later = Version(version=1, sha256=sha(weights(1)), size=5000, whole=False, base=0, delta=sha(DELTA), probe=PROBE)
     # Not always the same, or all would be set apart in the end.
     name = draw.choice(["w", *[f"é {draw.randrange(10**9)}"] * 9])
     tasks = [replace(task, version=draw.randrange(2)) for task in draw.sample(tasks_of(run), draw.randint(0, 3))]
@@ -65,7 +65,20 @@ def valid(draw: random.Random, run: RunInfo) -> tuple[str, dict, bytes]:
             *[results] * 4,
             ("run", {}, run.to_json()),
             ("tasks", {}, encode_tasks(tasks)),
-            ("lease", {}, Lease(name, draw.choice([0, 1, 5]), [[0, 0]], 0.0, "card", 0, "says", 1.5).to_json()),
+            (
+                "lease",
+                {},
+                Lease(
+                    worker=name,
+                    room=draw.choice([0, 1, 5]),
+                    holds=[[0, 0]],
+                    wait=0.0,
+                    card="card",
+                    version=0,
+                    message="says",
+                    tokens_per_second=1.5,
+                ).to_json(),
+            ),
             ("groups", {}, json.dumps({"groups": [[0, 0], [1, 0]], "wait": 0}).encode()),
             ("versions", {}, draw.choice([version, later]).to_json()),
             ("needed", {"version": "0"}, b""),

@@ -22,7 +22,7 @@ def test_an_answer_that_is_not_two_scores_is_refused(answer):
         RewardAnswer.from_json(answer, 2)
 
 
-VALID = RewardRequest(["one", CHAT], "r", "c").to_json()
+VALID = RewardRequest(inputs=["one", CHAT], request_id="r", client="c").to_json()
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 
 
@@ -79,13 +79,13 @@ def test_a_large_body_is_refused_before_it_is_a_tree(body):
 
 def test_a_request_may_have_so_many_messages_and_no_more():
     chat = [{"role": "user", "content": ""}] * 32_768
-    assert len(RewardRequest.from_json(RewardRequest([chat, chat]).to_json(), 2).inputs) == 2
+    assert len(RewardRequest.from_json(RewardRequest(inputs=[chat, chat]).to_json(), 2).inputs) == 2
     with pytest.raises(ProtocolError, match="65537 messages in one request: the limit is 65536") as refused:
-        RewardRequest.from_json(RewardRequest([chat, chat + chat[:1]]).to_json(), 2)
+        RewardRequest.from_json(RewardRequest(inputs=[chat, chat + chat[:1]]).to_json(), 2)
     assert (refused.value.status, refused.value.code) == (413, "too_many_messages")
 
 
 def test_scores_survive_the_way_to_the_last_bit():
     scores = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    sent = RewardAnswer(scores, "f", "r")
+    sent = RewardAnswer(scores=scores, model_fingerprint="f", request_id="r")
     np.testing.assert_array_equal(RewardAnswer.from_json(sent.to_json(), 1000).scores, scores)

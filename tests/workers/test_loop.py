@@ -73,12 +73,15 @@ def working(pool, folder, engine, **settings):
 def sampling(trainer: Trainer, turns=None):
     """Return what draws a task's rollouts in this process, as the trainer would."""
     run, batcher = trainer.run, make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
-    sizes = run.max_completion_length, 64, batcher.packs
-    sampler = make_sampler(trainer.model, trainer.tokenizer, *sizes, turns=turns)
+    longest, packs = run.max_completion_length, batcher.packs
+    sampler = make_sampler(trainer.model, trainer.tokenizer, longest, rows=64, packs=packs, turns=turns)
 
     def draw(task: Task) -> list[Rollout]:
         prompt, columns = trainer.tokenizer.decode(task.prompt_ids), json.loads(task.columns or "{}")
-        example, seed = Example(0, prompt, task.prompt_ids, columns), run.seed + (task.attempt << 32)
+        example, seed = (
+            Example(index=0, prompt=prompt, prompt_ids=task.prompt_ids, columns=columns),
+            run.seed + (task.attempt << 32),
+        )
         return sampler.sample([example], run.num_generations, run.temperature, seed, ids=[task.group])[0]
 
     return draw
@@ -149,7 +152,10 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
     changes = {"turns": of_run, "max_completion_length": 80}
     trainer = Trainer(PoolClient(pool.url), folder, tmp_path / "trainer", **changes)
     trainer.publish(0)
-    tasks = [Task(group, 0, 0, prompt, json.dumps({"secret": group})) for group, prompt in enumerate(PROMPTS)]
+    tasks = [
+        Task(group=group, attempt=0, version=0, prompt_ids=prompt, columns=json.dumps({"secret": group}))
+        for group, prompt in enumerate(PROMPTS)
+    ]
     trainer.client.put_tasks(tasks)
     with working(pool, tmp_path / "none", PlainEngine()) as (_, ended):
         wait_until(lambda: ended)
@@ -166,7 +172,9 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
                 assert rollout.outcome == drawn.outcomes[row]
                 answers += rollout.turns - 1
         assert answers > 10
-        trainer.client.put_tasks([Task(20, 0, 0, PROMPTS[0], '{"secret": "none"}')])
+        trainer.client.put_tasks(
+            [Task(group=20, attempt=0, version=0, prompt_ids=PROMPTS[0], columns='{"secret": "none"}')]
+        )
         wait_until(lambda: ended)
     assert isinstance(ended[0], RewardError) and str(ended[0]).startswith(f"environment='{environment}': reset")
     turns.close()
@@ -420,7 +428,7 @@ def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_pat
     with working(pool, tmp_path / "worker", engine) as (worker, _):
         wait_until(lambda: engine.most_at_a_time == 2)
         worker.close()
-        leased = trainer.client.lease(Lease("another", 2, [], 0.0))
+        leased = trainer.client.lease(Lease(worker="another", room=2, holds=[], wait=0.0))
         assert [task.group for task in leased.tasks] == [0, 1]
         engine.go.set()
 
@@ -428,19 +436,29 @@ def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_pat
 def test_an_engine_that_starts_again_after_a_failed_draw_holds_one_model(model_folder, model, tokenizer):
     """The failure has frames, and they have the model: a card would have room for one."""
     ends = sorted(eos_token_ids(model, tokenizer))
-    run = RunInfo("0" * 16, "run", model.config.vocab_size, ends, 2, 4, 1.0, 0, "0" * 64)
+    run = RunInfo(
+        run="0" * 16,
+        name="run",
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=ends,
+        num_generations=2,
+        max_completion_length=4,
+        temperature=1.0,
+        seed=0,
+        model_files="0" * 64,
+    )
     engine = TransformersEngine(WorkerConfig(pool="http://127.0.0.1:1"))
     engine.start(run, model_folder, 0)
     held = weakref.ref(engine._model)
 
-    def sample(*_):
+    def sample(*_, **__):
         raise RuntimeError("CUDA out of memory")
 
     engine._sampler.sample = sample
     gc.disable()
     try:
         with pytest.raises(EngineError, match="out of memory"):
-            engine.draw(Task(0, 0, 0, [5]))
+            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=[5]))
         engine.close()
         engine.start(run, model_folder, 0)
         assert held() is None

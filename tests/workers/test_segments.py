@@ -14,8 +14,20 @@ from grpo.data.records import Outcome
 from grpo.pool.protocol import RunInfo, Task, check_drawn
 from grpo.workers.engine import WorkerTools, draw_in_turns
 
-RUN = RunInfo("0" * 16, "run", 100, [2], 8, 40, 1.0, 0, "0" * 64, in_flight_weight_updates=True, turns=TURNS)
-TASK = Task(3, 0, 0, [5, 6, 7], '{"secret": 1}')
+RUN = RunInfo(
+    run="0" * 16,
+    name="run",
+    vocab_size=100,
+    eos_token_ids=[2],
+    num_generations=8,
+    max_completion_length=40,
+    temperature=1.0,
+    seed=0,
+    model_files="0" * 64,
+    in_flight_weight_updates=True,
+    turns=TURNS,
+)
+TASK = Task(group=3, attempt=0, version=0, prompt_ids=[5, 6, 7], columns='{"secret": 1}')
 
 
 def drawer():
@@ -50,7 +62,7 @@ def test_a_completion_waits_for_its_own_answers_alone(tokenizer):
     ended, waiting = [], Future()
 
     class Dialogue:
-        outcome = Outcome(True, [])
+        outcome = Outcome(finished=True, messages=[])
 
         def answer(self, drawn, room):
             return waiting if self is dialogues[0] else None

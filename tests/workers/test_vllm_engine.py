@@ -74,7 +74,17 @@ def folders(model, tokenizer, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def run(model) -> RunInfo:
-    return RunInfo("0" * 16, "run", model.config.vocab_size, EOS, 4, 24, 0.7, 0, "0" * 64)
+    return RunInfo(
+        run="0" * 16,
+        name="run",
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=EOS,
+        num_generations=4,
+        max_completion_length=24,
+        temperature=0.7,
+        seed=0,
+        model_files="0" * 64,
+    )
 
 
 @pytest.fixture(scope="session", params=["fake", "vllm"])
@@ -124,7 +134,7 @@ def load(folder: Path) -> PreTrainedModel:
 def distance_of_probe(engine: VllmEngine, folder: Path) -> float:
     ids = LONG_PROMPT[:64]
     (expected,) = score(load(folder), PROMPT, [ids], 1.0)
-    values = engine.logprobs(Probe(PROMPT, ids, [0.0] * 64))
+    values = engine.logprobs(Probe(prompt_ids=PROMPT, completion_ids=ids, logprobs=[0.0] * 64))
     return max(abs(a - b) for a, b in zip(values, expected, strict=True))
 
 
@@ -137,7 +147,7 @@ def distance_of_draw(engine: VllmEngine, run: RunInfo, folder: Path, version: in
 
 
 def test_a_completion_ends_with_any_eos_or_at_the_largest_length(engine, run):
-    groups = [engine.draw(Task(group, 0, 0, PROMPT)) for group in range(8)]
+    groups = [engine.draw(Task(group=group, attempt=0, version=0, prompt_ids=PROMPT)) for group in range(8)]
     completions = [tuple(ids) for group in groups for ids in group.completions]
     long = [ids for ids in completions if len(ids) > 3]
     assert len({*long}) == len(long) > 10
@@ -168,7 +178,7 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
     for new in range(7, 31, 2):  # vLLM may draw them to their end before it hears of the load, or answers the probe
         old, names = new - 2, ("untied0", "untied1") if new % 4 == 3 else ("untied1", "untied0")
         policies = [load(folders[name]) for name in names]
-        tasks = [Task(group, 0, old, prompt) for group, prompt in enumerate(PROMPTS)]
+        tasks = [Task(group=group, attempt=0, version=old, prompt_ids=prompt) for group, prompt in enumerate(PROMPTS)]
         before = engine.server.count_tokens() + sum(map(len, PROMPTS)) + 20
         with ThreadPoolExecutor(2) as threads:
             drawing = [threads.submit(engine.draw, task) for task in tasks]
@@ -197,7 +207,7 @@ def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, 
     monkeypatch.setattr(engine, "run", with_turns)
     monkeypatch.setattr(engine, "turns", WorkerTools(turns, tokenizer))
     engine.load(folders["untied0"], 0)
-    tasks = [Task(group, 0, 0, prompt) for group, prompt in enumerate(PROMPTS)]
+    tasks = [Task(group=group, attempt=0, version=0, prompt_ids=prompt) for group, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(2) as threads:
         drawing = [threads.submit(engine.draw, task) for task in tasks]
         wait_until(lambda: any(dialogue.asked for dialogue in turns.dialogues))
@@ -216,7 +226,7 @@ def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run,
     engine, turns = make_fake(stall_seconds=1.5), Scripted(EOS, by_parity, delay=lambda drawn: 3.0, at_once=False)
     with_turns = dataclasses.replace(run, turns=TURNS, num_generations=2)
     engine.start(with_turns, folders["untied0"], 0, WorkerTools(turns, tokenizer))
-    task = Task(0, 0, 0, PROMPT)
+    task = Task(group=0, attempt=0, version=0, prompt_ids=PROMPT)
     group = engine.draw(task)
     check_drawn(group, with_turns, task)
     count_answers(group)
@@ -237,14 +247,14 @@ def test_a_group_may_be_larger_than_vllms_own_limit(make, run, folders, monkeypa
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
     engine = make()
     engine.start(dataclasses.replace(run, num_generations=300, max_completion_length=2), folders["untied0"], 0)
-    assert len(engine.draw(Task(3, 0, 0, [5] * 4)).completions) == 300
+    assert len(engine.draw(Task(group=3, attempt=0, version=0, prompt_ids=[5] * 4)).completions) == 300
     assert distance_of_probe(engine, folders["untied0"]) < 1e-4
     engine.close()
 
 
 def test_a_prompt_that_does_not_fit_is_named(engine, run):
     with pytest.raises(WorkerFailed, match="^vllm_args: --max-model-len is 512, and group 3 needs 524 tokens"):
-        engine.draw(Task(3, 0, 0, [5] * 500))
+        engine.draw(Task(group=3, attempt=0, version=0, prompt_ids=[5] * 500))
 
 
 def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_restart(make, run, folders):
@@ -335,7 +345,7 @@ class Pictured:
         """Draw for each prompt, and one of text; return the largest difference of the log-probs from the policy's."""
         far = []
         for number, prompt in enumerate([*self.prompts, PROMPT]):
-            task = Task(number, 0, version, prompt)
+            task = Task(group=number, attempt=0, version=version, prompt_ids=prompt)
             drawn = engine.draw(task)
             check_drawn(drawn, engine.run, task)
             if engine.turns is not None:
@@ -346,7 +356,7 @@ class Pictured:
     def distance_of_probe(self, engine: VllmEngine, policy: PreTrainedModel) -> float:
         ids = [*range(10, 40)]
         (right,) = score(policy, self.prompts[0], [ids], 1.0, self.processor)
-        values = engine.logprobs(Probe(self.prompts[0], ids, [0.0] * 30))
+        values = engine.logprobs(Probe(prompt_ids=self.prompts[0], completion_ids=ids, logprobs=[0.0] * 30))
         return max(abs(a - b) for a, b in zip(values, right, strict=True))
 
 
@@ -394,7 +404,10 @@ def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_
     changes = {"eos_token_ids": [], "max_completion_length": length, "in_flight_weight_updates": True}
     engine.run, policies = dataclasses.replace(pictured.run, **changes), {1: new}
     for version in range(2, 14):  # as above: it may hear of the load too late
-        policies[version], task = (old, new)[version % 2], Task(9, 0, version - 1, pictured.prompts[0])
+        policies[version], task = (
+            (old, new)[version % 2],
+            Task(group=9, attempt=0, version=version - 1, prompt_ids=pictured.prompts[0]),
+        )
         before = engine.server.count_tokens() + run.num_generations * len(task.prompt_ids)
         with ThreadPoolExecutor(1) as thread:
             drawing = thread.submit(engine.draw, task)
@@ -409,9 +422,20 @@ def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_
     else:
         pytest.fail("no completion has tokens of both versions")
     with pytest.raises(EngineError, match="^the ids of a prompt do not fit its pictures$"):
-        engine.draw(Task(0, 0, version, PicturedPrompt([*pictured.prompts[0]][:-6], pictured.prompts[0].pictures)))
+        engine.draw(
+            Task(
+                group=0,
+                attempt=0,
+                version=version,
+                prompt_ids=PicturedPrompt([*pictured.prompts[0]][:-6], pictured.prompts[0].pictures),
+            )
+        )
     with pytest.raises(EngineError, match="^a picture is no PNG or JPEG file$"):
-        engine.draw(Task(0, 0, version, PicturedPrompt([*pictured.prompts[0]], [b"no picture"])))
+        engine.draw(
+            Task(
+                group=0, attempt=0, version=version, prompt_ids=PicturedPrompt([*pictured.prompts[0]], [b"no picture"])
+            )
+        )
     engine.close()
 
 
@@ -449,7 +473,7 @@ def test_a_killed_engine_says_so_and_starts_again(make, run, folders, request):
     threading.Timer(0.3, server.kill).start()
     with pytest.raises(EngineError, match=r"^vLLM was killed by signal 9; its log is .*vllm\.log$"):
         while True:
-            engine.draw(Task(0, 0, 0, PROMPT))
+            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
     engine.close()
     assert not left_of(members)
     wait_until(lambda: not any(path.exists() for path in segments))  # hundreds of MB for each start otherwise
@@ -463,7 +487,7 @@ def test_an_engine_that_dies_at_its_first_request_gives_the_reason(make, run, mo
     engine = make("dies_at_draw")
     engine.start(run, model_folder, 0)
     with pytest.raises(EngineError, match="^vLLM ended with code .*: RuntimeError: Unsupported CPU attention conf"):
-        engine.draw(Task(0, 0, 0, PROMPT))
+        engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
     engine.close()
 
 
@@ -485,7 +509,7 @@ def test_what_fails_and_a_draw_that_cannot_be_trusted_are_errors_with_a_reason(m
         if fault in ("loses_weights", "keeps_cache"):
             engine.load(folders["untied1"], 1)
         else:
-            engine.draw(Task(0, 0, 0, PROMPT))
+            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
     engine.close()
 
 
@@ -495,7 +519,7 @@ def test_close_ends_a_draw_from_another_thread(make_fake, run, folders):
     engine.start(run, folders["untied0"], 0)
     threading.Timer(0.5, engine.close).start()
     with pytest.raises(EngineError, match="^vLLM was killed by signal 15"):
-        engine.draw(Task(0, 0, 0, PROMPT))
+        engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
     engine.close()
 
 

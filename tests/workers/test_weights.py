@@ -88,7 +88,7 @@ def test_pictures_are_fetched_once_and_the_oldest_go(pool, tmp_path, fetched, mo
     for name, file in files.items():
         client.send_file(file, name)
     first, *others = files
-    task = Task(0, 0, 0, [5, 6])
+    task = Task(group=0, attempt=0, version=0, prompt_ids=[5, 6])
     for names in ((first, first), (first,), (*others, first)):
         prompt = folder.with_pictures(replace(task, pictures=names)).prompt_ids
         assert [*prompt] == [5, 6] and prompt.pictures == tuple(files[name] for name in names)
