@@ -32,8 +32,9 @@ MAY_IMPORT = {
     "clusters": {"config", "run"},
     "workers": {"client", "config", "data", "model", "pool", "rewards", "sampling", "tools", "usercode", "wire"},
 }
-LONGEST_FUNCTION, MOST_IMPORTS = 60, 25  # lines, and modules of ours
+LONGEST_FUNCTION, MOST_IMPORTS, MOST_UNNAMED = 60, 25, 5  # lines, modules of ours, values that a call gives by place
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo").rglob("*.py"))
+PROGRAMS = "generate.py", "grpo_ref_split.py", "ref_server.py", "reward.py"
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},
     "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
@@ -193,3 +194,27 @@ def test_names_of_files_are_their_own_and_what_a_reader_takes_at_once_is_small()
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     long = {node.name for node in functions if node.end_lineno - node.lineno >= LONGEST_FUNCTION}
     assert not long and max(len(ours(path)) for path in modules) <= MOST_IMPORTS
+
+
+# Where a call gives six values by their places, or parts behind a star, two of one type can be swapped unseen.
+def test_a_call_names_its_values():
+    unnamed, packed = set(), set()
+    for file in [*FILES, *PROGRAMS]:
+        nodes = [*ast.walk(ast.parse((REPOSITORY / file).read_text()))]
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
+            if sum(not isinstance(value, ast.Starred) for value in call.args) > MOST_UNNAMED:
+                unnamed.add(ast.unparse(call.func))
+        for function in (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            inside = [*ast.walk(function)]
+            made = [node.targets[0] for node in inside if isinstance(node, ast.Assign) and has_parts(node.value)]
+            names = {name.id for name in made if isinstance(name, ast.Name)}
+            for star in (value for node in inside if isinstance(node, ast.Call) for value in node.args):
+                parts = star.value if isinstance(star, ast.Starred) else None
+                if has_parts(parts) or (isinstance(parts, ast.Name) and parts.id in names):
+                    packed.add(f"{file}:{star.lineno}")
+    assert unnamed == {"_Logprobs.apply", "ctx.save_for_backward"}  # which torch takes by place alone
+    assert not packed
+
+
+def has_parts(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Tuple | ast.List) and len(value.elts) > 2
