@@ -67,6 +67,9 @@ def run_python(*words, folder: Path = REPOSITORY, environment: dict | None = Non
 LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 10))
 """a YAML file of a few hundred bytes whose aliases stand for 9 ** 9 values"""
 
+UNKNOWN_HINT = "Unknown" if sys.version_info >= (3, 14) else "'Unknown'"
+"""a type hint, as the user writes it, of what only a type checker imports: from Python 3.14 on without quotes"""
+
 
 def pytest_addoption(parser):
     parser.addoption("--thin", action="store_true", help="run a part of long series, another part with each TEST_SEED")

@@ -21,6 +21,14 @@ from typing import Any
 from grpo.config.errors import ConfigError, did_you_mean, one_line
 from grpo.config.fields import PACKAGE, PROGRAMS
 
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    # There a type hint is evaluated when it is asked for, and may name what only a type checker imports.
+    signature_of = partial(inspect.signature, annotation_format=Format.FORWARDREF)
+else:
+    signature_of = inspect.signature
+
 Key = tuple[int | str, ...]  # the seed of a call's random numbers
 
 _lock = threading.Lock()

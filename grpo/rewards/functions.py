@@ -154,7 +154,7 @@ def parameters_of(function: Callable, follow_wrapped: bool = False) -> Mapping[s
     """Return the parameters of what is called; with `follow_wrapped`, of the function that a decorator wraps. None of a
     function that has no signature, as some of those written in C."""
     try:
-        return inspect.signature(function, follow_wrapped=follow_wrapped).parameters
+        return user_code.signature_of(function, follow_wrapped=follow_wrapped).parameters
     except (TypeError, ValueError):
         return {}
 

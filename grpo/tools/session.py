@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from grpo.config.errors import require
-from grpo.config.user_code import Key, load_function, user_code
+from grpo.config.user_code import Key, load_function, signature_of, user_code
 from grpo.rewards.functions import Misuse, format_user_stack, is_reward, repr_of, to_plain
 
 Reply = dict[str, Any]
@@ -102,7 +102,7 @@ class Session:
         if self._environment.is_game:
             return reset(columns)
         try:
-            inspect.signature(reset, follow_wrapped=False).bind(**columns)
+            signature_of(reset, follow_wrapped=False).bind(**columns)
         except TypeError as error:
             given = ", ".join(columns) or "nothing"
             reason = f"cannot be called: {error}: it is given {given}: name some, and end with **kwargs"

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 from careless import unchanged
-from conftest import REPOSITORY
+from conftest import REPOSITORY, UNKNOWN_HINT
 
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import check_reward_columns
 from grpo.data.records import Example, Group, Outcome, Rollout, StepBatch
 from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
 from grpo.rewards.functions import RECORDED, Logged
@@ -60,6 +61,18 @@ def test_functions_of_another_file_are_keyed_by_function_name(user_file):
     assert functions["length"](completions=["abc"]) == [3.0]
     assert functions["length"].__globals__ is functions["other"].__globals__
     assert pickle.loads(pickle.dumps(functions["length"])) is functions["length"]  # as multiprocessing does
+
+
+def test_a_type_hint_may_name_what_only_a_type_checker_imports(tmp_path):
+    (path := tmp_path / "hinted.py").write_text(
+        f"def f(completions: {UNKNOWN_HINT}, answer, tags=('a',), **columns) -> {UNKNOWN_HINT}:\n"
+        "    return [float(gold) for gold in answer]\n"
+    )
+    functions = load_reward_funcs([f"{path}:f(b)"])
+    assert compute_rewards(functions, ["p"], ["a"], {"answer": ["2"]}).tolist() == [[2.0]]
+    config = TrainerConfig(dataset_name="rows.jsonl")
+    with pytest.raises(ConfigError, match=r"reward_funcs='f': it asks for gold answers, and rows.jsonl has"):
+        check_reward_columns(config, [Example(0, "x", [1], {"problem": "x"})], functions)
 
 
 def test_words_in_brackets_are_a_functions_tags(user_file):

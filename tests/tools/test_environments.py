@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+from conftest import UNKNOWN_HINT
 from talks import Talks, call
 
 from grpo.config.errors import ConfigError, RewardError
@@ -66,7 +67,7 @@ class Count:
     """TRL's form."""
 
     shared = 0
-    def reset(self, start, **kwargs):
+    def reset(self, start: HINT, **kwargs):
         ALIVE.add(self)
         self.value = start
         self.asked = kwargs
@@ -149,7 +150,7 @@ class NoReset:
 class Undocumented:
     def reset(self): pass
     def look(self, at: int): pass
-'''
+'''.replace("HINT", UNKNOWN_HINT)
 
 
 @pytest.fixture
