@@ -119,8 +119,8 @@ def forget_stop(folder: Path) -> None:
 
 def check_writable(field: str, folder: Path) -> None:
     """Raise ConfigError unless the folder can be made and written. Creates nothing."""
-    with writable(field, folder), tempfile.TemporaryFile(dir=nearest_existing(folder)):
-        pass
+    with writable(field, folder), tempfile.TemporaryFile(dir=nearest_existing(folder)), suppress(FileNotFoundError):
+        os.stat(folder)  # fails for a name that is too long
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -288,10 +288,11 @@ def read_record(raw: bytes) -> dict[str, Any] | None:
 
 def read_records(path: Path, marker: bytes = b"") -> list[dict[str, Any]]:
     """Return the records of a run's file whose lines have these bytes; none without the file."""
-    if not path.exists():
+    try:
+        with open(path, "rb") as lines:
+            return [record for line in lines if marker in line and (record := read_record(line)) is not None]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    with open(path, "rb") as lines:
-        return [record for line in lines if marker in line and (record := read_record(line)) is not None]
 
 
 def with_error(row: Mapping[str, float], name: str) -> str:
