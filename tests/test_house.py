@@ -119,9 +119,9 @@ def test_the_page_installs_what_a_worker_imports():
     installed = {word.partition("=")[0] for word in re.search(r"/pip install (torch.*)", page)[1].split()}
     files = {"generate.py"} | reached(REPOSITORY / "generate.py")
     imported = set().union(*(outside(REPOSITORY / file) for file in files)) - sys.stdlib_module_names
-    # With transformers comes huggingface_hub, with torch jinja2, with Python from 3.14 on annotationlib; the others are
-    # for adapters, weights in 4 bits, and a card's name.
-    needed = imported - {"huggingface_hub", "jinja2", "annotationlib", "peft", "bitsandbytes", "pynvml"}
+    # With transformers come huggingface_hub and tqdm, with torch jinja2, with Python from 3.14 on annotationlib; the
+    # others are for adapters, weights in 4 bits, and a card's name.
+    needed = imported - {"huggingface_hub", "tqdm", "jinja2", "annotationlib", "peft", "bitsandbytes", "pynvml"}
     assert {{"PyYAML": "yaml", "pillow": "PIL"}.get(name, name) for name in installed} == needed
 
 

@@ -1,12 +1,14 @@
 """Load the tokenizer, the policy and the frozen reference: of a model or an adapter, from the hub or a folder."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from operator import itemgetter
 
 import torch
 from safetensors import safe_open
+from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +36,9 @@ log = logging.getLogger(__name__)
 
 # transformers' bars, such as "Loading weights", vanish when they are full, and show on a terminal alone.
 transformers_logging.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{"leave": False, "disable": None, **kwargs}))
+# tqdm's own lock is for several processes too. From Python 3.14 on only the interpreter's own end removes
+# it: after `end_now`, or where a rank is stopped, the output would close with a warning of what leaked.
+tqdm.set_lock(threading.RLock())
 
 NO_LIMIT = 2**31 - 1
 
