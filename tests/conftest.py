@@ -54,6 +54,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # A launcher that a test kills leaves a folder, which goes with this one.
     "TMPDIR": f"{tempfile.gettempdir()}/grpo-tests-{os.getpid()}",
+    "PYTHON_COLORS": "0",  # of help, which tests read, also where FORCE_COLOR is set
 }
 
 

@@ -65,7 +65,8 @@ class Hub:
         if self.fault == "large":
             raise bottle.HTTPResponse({"error": "Your storage is full"}, 403)
         (self.folder / "lfs").mkdir(parents=True, exist_ok=True)
-        (self.folder / "lfs" / oid).write_bytes(bottle.request.body.read())
+        with bottle.request.body as body:
+            (self.folder / "lfs" / oid).write_bytes(body.read())
 
     def commit(self, repo):
         if self.fault == "commit":

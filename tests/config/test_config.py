@@ -295,7 +295,7 @@ def test_one_file_serves_both(file):
         ("- beta", "write one 'field: value' a line"),
         ("beta:\n\t- 1", "found character '\\t' that cannot start any token in"),
         ("beta: 0\nseed: 1\nbeta: 1", 'beta stands twice: leave one of them out in "<unicode string>", line 3'),
-        ("output_dir: 2026-11-31", "day is out of range for month: correct the value, or put a text in quotes"),
+        ("output_dir: 2026-11-31", ": correct the value, or put a text in quotes"),  # after the words of this Python
         ("use_peft: !!bool foo", "not YAML"),
         pytest.param("seed: " + 1000 * "[", "not YAML: maximum recursion", id="brackets"),
         ("chat_template_kwargs: &a {x: *a}", "*a stands for another place's value: write the value"),
