@@ -13,9 +13,9 @@ from grpo.config.command_line import load_yaml
 from grpo.config.connection_settings import ReferenceConfig, read_urls
 from grpo.config.errors import rank_count, require
 from grpo.config.fields import Section, option
+from grpo.config.instead import INSTEAD
 from grpo.config.loss_settings import LossSection, RewardedConfig
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
-from grpo.config.translation import INSTEAD
 from grpo.config.user_code import check_file
 
 

@@ -1,5 +1,4 @@
-"""Translates settings of TRL, verl, EasyR1 and simple_GRPO into ours (`grpo init --from`), and says what to use instead
-of a name of theirs.
+"""Translates settings of TRL, verl, EasyR1 and simple_GRPO into ours (`grpo init --from`).
 
 Names are of TRL 1.16's GRPOConfig, verl's verl/trainer/config/_generated_ppo_trainer.yaml, EasyR1's
 examples/config.yaml and simple_GRPO's grpo_vllm_one.py. A name that begins with _ is a part of a setting: `_join` makes
@@ -19,55 +18,7 @@ import yaml
 
 from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError, one_line
-
-_INSTEAD = {
-    "use beta": "kl_coef init_kl_coef kl_loss_coef",
-    "use dataset_name": "train_files",
-    "use dataset_name with a .yaml of several, one of them with weight 0": "eval_dataset_name",
-    "use max_pictures": "limit_images",
-    "use log_eval_completions": "val_generations_to_log",
-    "use dtype": "bf16 torch_dtype",
-    "use dtype bfloat16, or float32: in float16 small gradients would be 0": "fp16",
-    "use epsilon": "clip_ratio eps_clip",
-    "use eval_steps": "eval_strategy eval_on_start test_freq",
-    "use learning_rate": "lr actor_learning_rate",
-    "use max_completion_length": "max_new_tokens max_response_length generate_max_len",
-    "use max_steps": "all_steps",
-    "use warmup_steps, where a number below 1 is a share": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
-    "use adam_epsilon": "adam_eps",
-    "use num_train_epochs": "total_epochs total_episodes max_epochs num_episodes",
-    "use num_generations": "n n_samples_per_prompt num_pre_Q",
-    "use prompts_per_step": "Q_batch_size",
-    "use prompts_per_step and micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
-    "use prompts_per_step and steps_per_generation": "generation_batch_size rollout_batch_size",
-    "use quantization": "load_in_4bit load_in_8bit",
-    "use ref_update_steps": "sync_ref_model ref_model_sync_steps",
-    "use sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
-    "use gradient_checkpointing": "activation_checkpointing",
-    "use sequence_parallel_size": "ulysses_sequence_parallel_size ulysses_size",
-    "use output_dir": "save_checkpoint_path",
-    "use output_dir, whose last part names the run": "run_name experiment_name",
-    "use resume_from_checkpoint": "load_checkpoint_path",
-    "use reward_funcs": "reward_model",
-    "use save_steps": "save_strategy",
-    "translate the file: grpo init --from": "data actor_rollout_ref algorithm worker trainer",
-    "use dry_run, or python ref_server.py --estimate": "estimate",
-    "use sampler pool, and draw with python generate.py --engine vllm": "use_vllm vllm_mode",
-    "set the environment variable HF_TOKEN": "hub_token",
-    "leave it out: the loss scores the full distribution, so that is drawn": "top_p top_k min_p repetition_penalty",
-    "leave it out: the trainer chooses the attention itself": "attn_implementation",
-    "leave it out: log-probs would be those of another distribution than was sampled from": "lora_dropout",
-    "leave it out: every step is recorded": "logging_steps logging_strategy log_completions",
-    "leave it out: every metric of an evaluation is better when it is higher": "greater_is_better",
-    "leave it out: from_pretrained reads a checkpoint, and the run continues from it": "save_only_model",
-    "leave it out: without a GPU the CPU computes": "use_cpu",
-    "leave it out: batches are packed, whatever the lengths": "group_by_length",
-    "use dataset_order as_is": "shuffle_dataset shuffle",
-    "use dataset_image_column, for a model that reads pictures": "image_key",
-    "write it with TRL's signature (docs/rewards.md)": "score_function custom_reward_function",
-}
-# What to do about settings of other trainers, first of all TRL's, and of the reference server.
-INSTEAD = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
+from grpo.config.instead import INSTEAD
 
 Rule = str | Callable[[Any], dict[str, Any]]  # our name for a setting, or a function of its value that returns ours
 
