@@ -66,7 +66,12 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _is_met(config: Any, name: str, wanted: str = "above 0") -> bool:
+def is_met(config: Any, needs: str) -> bool:
+    """Tell whether a setting that needs this, "sampler pool" or "tools or environment", does something."""
+    return any(_has(config, *need.split(" ", 1)) for need in needs.split(" or "))
+
+
+def _has(config: Any, name: str, wanted: str = "above 0") -> bool:
     value = getattr(config, name, wanted)  # a setting that this program does not have counts as met
     return value == wanted or (wanted == "above 0" and value not in (None, False, 0, "", "none", []))
 
@@ -85,8 +90,8 @@ class Section:
         for field in fields(self):
             needs, value = field.metadata["needs"], getattr(self, field.name)
             if needs and value != default_of(field):
-                met = any(_is_met(self, *need.split(" ", 1)) for need in needs.split(" or "))
-                require(met, field.name, value, f"it does nothing without {needs}: add it, or leave this out")
+                remedy = f"it does nothing without {needs}: add it, or leave this out"
+                require(is_met(self, needs), field.name, value, remedy)
 
     def read_json(self, name: str) -> None:
         """Make a dict of a setting that the command line gives as JSON. Raises ConfigError."""
