@@ -4,25 +4,27 @@
     cd my_run && grpo launch --config config.yaml
 
 Change the three into yours. `--from trl script.py` translates another trainer's settings instead, and lists in the
-file what has no counterpart: of TRL a script or YAML, of verl its command or YAML, of EasyR1 YAML, of simple_GRPO the
-script.
+file what has no counterpart: of TRL a script, notebook or YAML, of verl and EasyR1 the command in a shell script or
+YAML, of simple_GRPO the script.
 """
 
 import argparse
 import json
 import random
 import sys
-from dataclasses import fields
 from pathlib import Path
+
+import yaml
 
 from grpo.config.command_line import to_yaml
 from grpo.config.errors import ConfigError, program_name
 from grpo.config.fields import PACKAGE
-from grpo.config.programs import LaunchConfig
-from grpo.config.translation import TABLES, translate
+from grpo.config.other_names import TABLES
+from grpo.config.translation import translate
 
 STARTER = {"config.yaml": PACKAGE / "starter/config.yaml", "rewards.py": PACKAGE / "starter/first_rewards.py"}
 ROWS = {"train": 64, "test": 16}
+DATASETS = "datasets.yaml"  # written if there are several
 
 
 def main() -> int:
@@ -48,12 +50,21 @@ def starting_files(source: list[str] | None) -> dict[str, str]:
     trainer, file = source
     if trainer not in TABLES:
         raise ConfigError(f"from={trainer!r}: use {', '.join(TABLES)}")
-    translated, left = translate(trainer, Path(file), {field.name for field in fields(LaunchConfig)})
-    settings = {"reward_funcs": ["rewards.py:right_number"]} | translated
-    lines = [f"# Translated from {Path(file).name} of {trainer}.", "", to_yaml(settings)]
-    if left:
-        lines += ["# Without a counterpart here:"]
-        lines += [f"#   {name}{f' ({hint})' if hint else ''}" for name, hint in sorted(left.items())]
+    translation = translate(trainer, Path(file))
+    settings = translation.settings
+    if isinstance(datasets := settings.get("dataset_name"), list):
+        files[DATASETS] = yaml.safe_dump(datasets, sort_keys=False, allow_unicode=True)
+        settings["dataset_name"] = DATASETS
+    read = " and ".join(path.name for path in translation.files)
+    lines = [f"# Translated from {read} of {trainer}."]
+    updates = settings.get("steps_per_generation", 1) * settings.get("num_iterations", 1)
+    if trainer in ("verl", "easyr1") and updates > 1:
+        lines.append(f"# A step there is a round of {updates} updates; max_steps, eval_steps and others count updates.")
+    lines += ["", to_yaml(settings)]
+    if translation.lost:
+        lines.append("# Without a counterpart here:")
+    for name, (value, hint) in sorted(translation.lost.items(), key=lambda item: (not item[1][1], item[0])):
+        lines.append(f"#   {name}: {value}{f' ({hint})' if hint else ''}")  # those with a hint come first
     return files | {"config.yaml": "\n".join([*lines, ""])}
 
 

@@ -114,6 +114,7 @@ IMPOSSIBLE = {
     "--lr_scheduler_kwargs '{\"num_cycles\":1}'": "lr_scheduler_kwargs={'num_cycles': 1}: a constant rate takes none",
     "--warmup_steps 2.5": "warmup_steps=2.5: use a whole number of updates, or a share",
     "--warmup_ratio 0.1": "--warmup_ratio (use warmup_steps, where a number below 1 is a share): no such option",
+    "--val_freq 5 --shuffle": "--val_freq (use eval_steps), --shuffle (use dataset_order: shuffled, or as_is)",
     "--logging_strategy no": "--logging_strategy (leave it out: every step is recorded)",
     "--eval_delay 3": "error: --eval_delay: no such option",  # it is nothing like eval_steps
     "--use_peft --lora_dropout 0.05": "--lora_dropout (leave it out: log-probs would be those of another distribution",

@@ -81,15 +81,15 @@ TRANSLATED = {
             **{"system_prompt": "Write $x$."},
             **{"dataset_name": "hiyouga/math12k", "dataset_prompt_column": "problem", "max_completion_length": 2048},
             **{"advantage_estimator": "reinforce++", "beta": 0.01, "kl_estimator": "k3", "num_generations": 5},
-            **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 5, "num_train_epochs": 15},
+            **{"prompts_per_step": 128, "steps_per_generation": 4, "eval_steps": 20, "num_train_epochs": 15},
             **{"save_steps": 0, "save_total_limit": 3, "learning_rate": 1e-6, "loss_type": "dapo", "delta": 3.0},
             **{"epsilon_high": 0.3, "weight_decay": 0.01, "warmup_steps": 0},
             **{"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"},
         },
         [
-            "worker.rollout.top_p (leave it out",
-            "data.seed (only the script knows ${SEED}",
-            "data.image_key (use dataset",
+            "worker.rollout.top_p: 0.99 (leave it out",
+            "data.seed: ${SEED} (only the script knows it: write its value)",
+            "data.image_key: images (use dataset",
         ],
     ),
     "verl": (
@@ -102,7 +102,10 @@ TRANSLATED = {
             **{"num_train_epochs": 15, "delta": 3.0, "lora_alpha": 16, "warmup_steps": 0},
             **{"dataset_answer_column": "reward_model.ground_truth"},
         },
-        ["trainer.logger\n", "trainer.save_freq (only the script knows ${NO_SUCH_VARIABLE}: write its value)"],
+        [
+            "trainer.logger: ['console', 'wandb'] (use report_to)",
+            "trainer.save_freq: ${NO_SUCH_VARIABLE} (only the script knows it: write its value)",
+        ],
     ),
     "trl": (
         "script.py",
@@ -116,14 +119,15 @@ TRANSLATED = {
                 "lora_target_modules": ["q_proj"],
                 "warmup_steps": 0,
                 "learning_rate": 3e-6,
+                "reward_funcs": ["rewards.py:good", "rewards.py:short"],
             },
             **{"chat_template_kwargs": {"enable_thinking": False}},
             **{"scale_rewards": "none", "prompt_format": "raw", "dataset_answer_column": "", "eval_steps": 0},
         },
         [
-            *("use_vllm (use sampler pool", "per_device_train_batch_size (prompts_per_step is of one process"),
-            *("max_completion_length (only the script knows longest * 4", "reward_funcs (only the script knows [good"),
-            "train_dataset (only the script knows dataset: write its value)",
+            *("use_vllm: True (use sampler pool", "per_device_train_batch_size: 8 (prompts_per_step is of one process"),
+            *("max_completion_length: longest * 4 (only the script knows", "train_dataset: dataset (use dataset_name)"),
+            "sync_ref_model: False\n",
         ],
     ),
     "trl's YAML": (
@@ -168,7 +172,7 @@ def test_other_trainers_settings_become_ours_and_the_rest_is_listed(file, tmp_pa
     written = (tmp_path / "mine/config.yaml").read_text()
     listed = written.partition("# Without a counterpart here:\n")[2]
     assert all(f"#   {each}" in listed for each in left)
-    assert not [each for each in ("stage", "sync_ref_model", "shuffle_dataset") if each in listed]
+    assert not [each for each in ("stage", "shuffle_dataset") if each in listed]
     config = accepted(tmp_path / "mine", monkeypatch)
     assert {name: getattr(config, name) for name in expected} == expected
 
