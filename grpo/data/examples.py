@@ -63,12 +63,7 @@ def make_example(
     prompt = _without_nulls(prompt)
     place = f"row {index} (from 0)"
     _check_values(config, answer, prompt, place)
-    # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
-    given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
-    columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
-    is_there = config.dataset_answer_column in row or answer is not None
-    if is_there and (config.dataset_answer_column == "answer" or "answer" not in row):
-        columns["answer"] = answer if isinstance(answer, list | dict) else gold
+    columns, gold = _columns_for_rewards(config, row, answer), gold_answer(answer)
     if column is not None and row[column.name] and processor is None:
         reason = f"{place} of {config.dataset_name} has a picture in {column.name!r}, and this model takes text alone"
         config.refuse("model_name_or_path", f"{reason}: use another one, or set dataset_image_column to ''")
@@ -109,6 +104,17 @@ def make_example(
         gold=gold,
         conversation=conversation,
     )
+
+
+def _columns_for_rewards(config: AnsweringConfig, row: Mapping[str, Any], answer: Any) -> dict[str, Any]:
+    """Return the row's values with its gold answer, if it has one, as `answer`. Reward functions are given the prompt
+    under its column's name too, unless they are given another thing by it."""
+    given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
+    columns = {name: value for name, value in row.items() if name not in given}
+    is_there = config.dataset_answer_column in row or answer is not None
+    if is_there and (config.dataset_answer_column == "answer" or "answer" not in row):
+        columns["answer"] = answer if isinstance(answer, list | dict) else gold_answer(answer)
+    return columns
 
 
 def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str) -> None:

@@ -192,7 +192,7 @@ def test_a_dotted_name_is_a_field_of_a_column(tmp_path, tokenizer, name):
         pairs = zip(extra_info, reward_model, answer, strict=True)
         return [info["index"] + (model["ground_truth"] == gold) for info, model, gold in pairs]
 
-    answers = [Rollout([1], True, "", [], 0)] * 3
+    answers = [Rollout(completion_ids=[1], finished=True, text="", sampling_logprobs=[], policy_version=0)] * 3
     assert score_rollouts({"f": by_fields}, examples, answers, TrainerState()).tolist() == [[1, 2, 3]]
     order = order_of(config(path, "--dataset_order", "column:extra_info.index"), examples[::-1])
     assert order.tolist() == [2, 1, 0]

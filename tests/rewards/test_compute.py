@@ -72,7 +72,9 @@ def test_a_type_hint_may_name_what_only_a_type_checker_imports(tmp_path):
     assert compute_rewards(functions, ["p"], ["a"], {"answer": ["2"]}).tolist() == [[2.0]]
     config = TrainerConfig(dataset_name="rows.jsonl")
     with pytest.raises(ConfigError, match=r"reward_funcs='f': it asks for gold answers, and rows.jsonl has"):
-        check_reward_columns(config, [Example(0, "x", [1], {"problem": "x"})], functions)
+        check_reward_columns(
+            config, [Example(index=0, prompt="x", prompt_ids=[1], columns={"problem": "x"})], functions
+        )
 
 
 def test_words_in_brackets_are_a_functions_tags(user_file):
