@@ -18,12 +18,16 @@ from grpo.config.errors import ConfigError, program_name, require
 from grpo.run.exit import exit_code
 
 if TYPE_CHECKING:
+    from gguf import ReaderTensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Values of `tokenizer.ggml.pre` whose words GPT-2's pattern splits, and those that before it take each digit out alone.
 # https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 GPT2_WORDS = {"gpt-2", "phi-2", "mpt", "olmo"}
 SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r"}
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+FLOATS = {"F32": 24, "F16": 11, "BF16": 8}
+"""bits of a number's significand in types that are not quantized"""
 
 
 def import_gguf(path: Path, folder: Path) -> None:
@@ -39,6 +43,7 @@ def import_gguf(path: Path, folder: Path) -> None:
     require_packages("file", str(path), "gguf", "accelerate")
     with refuse_unloadable("file", str(path), "name a GGUF file of an architecture that transformers knows"):
         tokenizer, model = load_tokenizer(path), load_weights(path)
+        tie_copied_head(path, model)
     tokenizer.model_max_length = model.config.max_position_embeddings
     with whole_folder(folder, "model") as unfinished:
         model.save_pretrained(unfinished)
@@ -80,6 +85,31 @@ def load_weights(path: Path) -> PreTrainedModel:
     model.load_state_dict(read.state_dict(), assign=True)  # save_pretrained refuses what came from a GGUF file
     model.generation_config = read.generation_config
     return model
+
+
+def tie_copied_head(path: Path, model: PreTrainedModel) -> None:
+    """Tie the head to the embedding where the file stores one matrix twice, in two types: both get the finer one's
+    values. Untied, they would be trained apart, and take their memory twice."""
+    from gguf import GGUFReader
+
+    bits = {tensor.name: bits_of(tensor) for tensor in GGUFReader(path).tensors if tensor.name in (EMBEDDING, HEAD)}
+    if len(bits) < 2:  # tied in the file
+        return
+    embedding, head = (part.weight.data for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+    # A block of weights, four standard deviations wide, has steps of four over 2^bits: more than rounding can explain
+    # is another matrix.
+    difference = ((embedding - head).norm() / head.norm()).item()
+    if not difference <= 2.0 ** (2 - min(bits.values())):
+        return
+    model.get_input_embeddings().weight.data = head if bits[HEAD] >= bits[EMBEDDING] else embedding
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    print(f"{EMBEDDING} and {HEAD} are one matrix in two types ({100 * difference:.1f} % apart): tied, as the finer one")
+
+
+def bits_of(tensor: ReaderTensor) -> float:
+    """Return how many bits a weight of the tensor has, with its share of its block's scales."""
+    return FLOATS.get(tensor.tensor_type.name, 8 * tensor.n_bytes / tensor.n_elements)
 
 
 def main() -> int:

@@ -55,8 +55,9 @@ def interleaved(weight, heads: int):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, kind: str, model, tokenizer, words: str) -> dict[str, torch.Tensor]:
-    """Write the file, with matrices in 4 bits, and return the weights that it holds."""
+def write_gguf(path: Path, kind: str, model, tokenizer, words: str, head=None) -> dict[str, torch.Tensor]:
+    """Write the file, with matrices in 4 bits, and return the weights that it holds. `head`: the values and the type of
+    a head beside the embedding."""
     writer, settings = gguf.GGUFWriter(path, kind), model.config
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
@@ -92,6 +93,10 @@ def write_gguf(path: Path, kind: str, model, tokenizer, words: str) -> dict[str,
         values = interleaved(weight.numpy(), heads) if is_turned else weight.numpy()
         base, _, ending = name.rpartition(".")
         writer.add_tensor(f"{names.get_name(base)}.{ending}", quantize(values, stored), raw_dtype=stored)
+    if head is not None:
+        values, stored = head
+        held["lm_head.weight"] = torch.tensor(dequantize(quantize(values.numpy(), stored), stored))
+        writer.add_tensor("output.weight", quantize(values.numpy(), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,6 +126,41 @@ def test_the_folder_has_the_files_weights_words_and_template(tmp_path, kind):
     assert read.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
     assert read.eos_token == "<|im_end|>" and read.pad_token == tokenizer.pad_token
     assert read.model_max_length == model.config.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    "stored, finer",
+    [
+        (gguf.GGMLQuantizationType.Q8_0, "lm_head.weight"),
+        (gguf.GGMLQuantizationType.F16, "lm_head.weight"),
+        (IN_4_BITS, "model.embed_tokens.weight"),
+        (gguf.GGMLQuantizationType.Q4_0, "model.embed_tokens.weight"),
+    ],
+)
+def test_an_embedding_that_is_stored_again_as_the_head_is_tied(tmp_path, capsys, stored, finer):
+    model, tokenizer = make("qwen2")
+    head = model.get_input_embeddings().weight.data.clone(), stored
+    held = write_gguf(tmp_path / "model.gguf", "qwen2", model, tokenizer, "qwen2", head)
+    import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert torch.equal(loaded.get_output_embeddings().weight, held[finer])
+    assert "are one matrix in two types" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_a_head_that_was_trained_apart_stays_a_matrix_of_its_own(tmp_path, capsys, share):
+    model, tokenizer = make("qwen2")
+    embedding = model.get_input_embeddings().weight.data.clone()
+    head = embedding + share * embedding.std() * torch.randn_like(embedding)
+    eight_bits = gguf.GGMLQuantizationType.Q8_0
+    held = write_gguf(tmp_path / "model.gguf", "qwen2", model, tokenizer, "qwen2", (head, eight_bits))
+    import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "folder").state_dict()
+    assert all(torch.equal(weights[name], held[name]) for name in held)
+    assert "are one matrix" not in capsys.readouterr().out
 
 
 def test_what_cannot_be_imported_is_refused_and_leaves_nothing(tmp_path):
