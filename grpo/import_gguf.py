@@ -104,7 +104,8 @@ def tie_copied_head(path: Path, model: PreTrainedModel) -> None:
     model.get_input_embeddings().weight.data = head if bits[HEAD] >= bits[EMBEDDING] else embedding
     model.config.tie_word_embeddings = True
     model.tie_weights()
-    print(f"{EMBEDDING} and {HEAD} are one matrix in two types ({100 * difference:.1f} % apart): tied, as the finer one")
+    share = f"{100 * difference:.1f} %"
+    print(f"{EMBEDDING} and {HEAD} are one matrix in two types ({share} apart): tied, with the values of the finer one")
 
 
 def bits_of(tensor: ReaderTensor) -> float:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import free_port, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2Config
 
 from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
@@ -17,6 +17,8 @@ from grpo.config.server import ServerConfig
 from grpo.model import hub
 from grpo.model.fingerprint import describe
 from grpo.model.load import (
+    SMALLEST_TO_ADVISE,
+    advise_bfloat16,
     eos_token_ids,
     float32_weights,
     load_end_ids,
@@ -272,3 +274,15 @@ def test_weights_in_float32_are_found_in_one_file_and_in_several(model, tmp_path
 def test_a_model_in_bfloat16_has_no_weights_in_float32(model_folder, tmp_path):
     AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
     assert not [*float32_weights(str(tmp_path))]
+
+
+def test_bfloat16_is_advised_by_the_time_of_a_product_and_never_for_a_small_model(caplog):
+    caplog.set_level("INFO")
+    random_numbers = torch.get_rng_state()
+    advise_bfloat16(Qwen2Config(hidden_size=SMALLEST_TO_ADVISE - 1))
+    assert not caplog.messages
+    advise_bfloat16(Qwen2Config(hidden_size=896))
+    ratios = [float(re.search(r"([0-9.]+) times as fast in bfloat16", line)[1]) for line in caplog.messages]
+    assert all(ratio >= 1.5 for ratio in ratios)
+    assert len(ratios) <= 1  # on a CPU without instructions for bfloat16 none
+    assert torch.equal(torch.get_rng_state(), random_numbers)
