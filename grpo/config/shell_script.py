@@ -34,7 +34,7 @@ def commands_of(text: str) -> list[list[str]]:
         if token["stop"]:
             stop, is_first, previous = token["stop"], True, ""
             commands.append([])
-        if not (raw := (token["word"] or "").replace("\\\n", "")):  # lines that go on
+        if not (raw := (token["word"] or "").replace("\\\n", "")):  # lines are continued
             continue
         word = _expanded(raw, variables)
         depth += is_first and (raw in _OPEN) - (raw in _CLOSE)
