@@ -34,6 +34,7 @@ MAY_IMPORT = {
 }
 LONGEST_FUNCTION, MOST_IMPORTS, MOST_UNNAMED = 60, 25, 5  # lines, modules of ours, values that a call gives by place
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo").rglob("*.py"))
+ANSWERS = "grpo/rewards/answers.py"
 PROGRAMS = "generate.py", "grpo_ref_split.py", "ref_server.py", "reward.py"
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},
@@ -135,8 +136,9 @@ def test_the_wire_knows_no_http_library_and_no_torch(file):
     assert not outside(REPOSITORY / file) & {"bottle", "waitress", "requests", "torch"}
 
 
-def test_reward_py_needs_nothing_of_ours_and_no_torch():
-    assert not {name.split(".")[0] for name in imports(REPOSITORY / "reward.py")} & {"grpo", "torch", "numpy"}
+def test_reward_py_needs_no_torch_and_of_ours_only_how_answers_are_compared():
+    assert reached(REPOSITORY / "reward.py") == {ANSWERS} and not ours(REPOSITORY / ANSWERS)
+    assert not (outside(REPOSITORY / "reward.py") | outside(REPOSITORY / ANSWERS)) & {"torch", "numpy"}
 
 
 # What brings each program to its first import of torch.

@@ -8,7 +8,8 @@ from conftest import GSM8K, needs_gsm8k
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward import correctness_reward, last_number_reward, math_process
+from grpo.rewards.answers import math_process
+from reward import correctness_reward, last_number_reward
 
 # Below, a line is a gold and answers, with " | " between them.
 EQUAL = {

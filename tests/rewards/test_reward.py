@@ -10,16 +10,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
-from conftest import GSM8K, needs_gsm8k
+from conftest import GSM8K, REPOSITORY, needs_gsm8k
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import is_alive, wait_until_dead
 
-import reward
-from reward import MathProcess, boxed_format_reward, correctness_reward, format_reward, last_number_reward, to_number
+from grpo.rewards import answers
+from grpo.rewards.answers import MathProcess, to_number
+from reward import boxed_format_reward, correctness_reward, format_reward, last_number_reward
 
 unhurried = settings(deadline=None)
 
@@ -350,8 +350,8 @@ for line in sys.stdin:
 
 
 def test_without_math_verify_expressions_are_compared_as_strings(monkeypatch):
-    monkeypatch.setattr(reward, "find_spec", lambda name: None)
-    monkeypatch.setattr(reward, "math_process", None)  # it is not asked
+    monkeypatch.setattr(answers, "find_spec", lambda name: None)
+    monkeypatch.setattr(answers, "math_process", None)  # it is not asked
     assert correctness(r"\frac{3}{4}", r"\frac{3}{4}") == 2.0
     assert correctness("1+x^2", "x^2+1") == correctness("0.75", r"\frac{3}{4}") == 0.0
 
@@ -363,7 +363,7 @@ def test_without_math_verify_expressions_are_compared_as_strings(monkeypatch):
     *[(r"\mathrm{ Monday }", "Monday"), (r"\text{18}", "18")],
 )
 def test_words_choices_and_variables_need_no_math_verify(monkeypatch, text, gold):
-    monkeypatch.setattr(reward, "find_spec", lambda name: None)
+    monkeypatch.setattr(answers, "find_spec", lambda name: None)
     assert correctness(text, gold) == 1.5
 
 
@@ -376,7 +376,7 @@ def test_words_choices_and_variables_need_no_math_verify(monkeypatch, text, gold
 @pytest.mark.parametrize("installed", [False, True])
 def test_other_words_choices_and_variables_earn_nothing(monkeypatch, text, gold, installed):
     if not installed:
-        monkeypatch.setattr(reward, "find_spec", lambda name: None)
+        monkeypatch.setattr(answers, "find_spec", lambda name: None)
     assert correctness(text, gold) == 0.0
 
 
@@ -449,9 +449,10 @@ def parent(tmp_path):
     """A running script that has asked a process its first question, and has printed the pid of that process."""
     script = tmp_path / "main.py"
     script.write_text("""
-import sys, reward
+import sys
+from grpo.rewards.answers import MathProcess
 answer_yes = 'import sys; print("ready", flush=True); [print("true", flush=True) for line in sys.stdin]'
-process = reward.MathProcess([sys.executable, "-c", answer_yes], 10)
+process = MathProcess([sys.executable, "-c", answer_yes], 10)
 process.equal("x", "x")
 try:
     print(process.process.pid, flush=True)
@@ -459,7 +460,7 @@ try:
 except KeyboardInterrupt:
     print(process.equal("x", "x"), process.process.pid, flush=True)
 """)
-    environment = {**os.environ, "PYTHONPATH": str(Path(reward.__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, script], env=environment, start_new_session=True, **pipes) as parent:
         yield parent
@@ -486,8 +487,8 @@ def test_the_process_leaves_ctrl_c_to_its_parent(parent):
 @pytest.fixture(scope="module")
 def math_verify():
     pytest.importorskip("math_verify")
-    yield reward.math_process
-    reward.math_process.stop()
+    yield answers.math_process
+    answers.math_process.stop()
 
 
 HEDGES = [
@@ -602,18 +603,18 @@ def test_math_verify_ends_with_its_parent_even_in_a_computation_and_never_runs_i
     script.write_text(
         "import os, threading, time\n"
         "print('started', flush=True)\n"
-        "from reward import math_process\n"
+        "from grpo.rewards.answers import math_process\n"
         "assert math_process.equal('1+x', 'x+1')\n"
         "print(math_process.process.pid, flush=True)\n"
         "threading.Thread(target=math_process.equal, args=('9^{9^{9^9}}', '5^{3^2}+x')).start()\n"
         "time.sleep(1)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(reward.__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment, timeout=60)
     started, pid = done.stdout.split()
     assert started == "started"
-    assert wait_until_dead(int(pid), 10 * reward.CPU_SECONDS)
+    assert wait_until_dead(int(pid), 10 * answers.CPU_SECONDS)
 
 
 @settings(max_examples=30, deadline=None)
