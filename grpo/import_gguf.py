@@ -89,7 +89,7 @@ def load_weights(path: Path) -> PreTrainedModel:
 
 def tie_copied_head(path: Path, model: PreTrainedModel) -> None:
     """Tie the head to the embedding where the file stores one matrix twice, in two types: both get the finer one's
-    values. Untied, they would be trained apart, and take their memory twice."""
+    values. Untied, each would be trained by itself, and take memory of its own."""
     from gguf import GGUFReader
 
     bits = {tensor.name: bits_of(tensor) for tensor in GGUFReader(path).tensors if tensor.name in (EMBEDDING, HEAD)}
@@ -105,7 +105,7 @@ def tie_copied_head(path: Path, model: PreTrainedModel) -> None:
     model.config.tie_word_embeddings = True
     model.tie_weights()
     share = f"{100 * difference:.1f} %"
-    print(f"{EMBEDDING} and {HEAD} are one matrix in two types ({share} apart): tied, with the values of the finer one")
+    print(f"{EMBEDDING} and {HEAD} are one matrix in two types (they differ by {share}): tied, as the finer one has it")
 
 
 def bits_of(tensor: ReaderTensor) -> float:

@@ -150,7 +150,7 @@ def test_an_embedding_that_is_stored_again_as_the_head_is_tied(tmp_path, capsys,
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_a_head_that_was_trained_apart_stays_a_matrix_of_its_own(tmp_path, capsys, share):
+def test_a_head_of_other_values_stays_a_matrix_of_its_own(tmp_path, capsys, share):
     model, tokenizer = make("qwen2")
     embedding = model.get_input_embeddings().weight.data.clone()
     head = embedding + share * embedding.std() * torch.randn_like(embedding)
