@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, Server, running_server
 from safetensors.numpy import save
-from stored import PROBE, sha, weights
+from stored import PROBE, run_info, sha, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo.config.server import ServerConfig
@@ -35,21 +35,11 @@ from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient
 from grpo.pool.delta import make_delta, sha256_of
 from grpo.pool.pool_service import PoolService
-from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version
+from grpo.pool.protocol import GroupResult, Lease, Probe, Task, Version
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn
 from ref_server import make_app
 
-RUN = RunInfo(
-    run="0123456789abcdef",
-    name="runs/test",
-    vocab_size=100,
-    eos_token_ids=[2],
-    num_generations=4,
-    max_completion_length=12,
-    temperature=0.8,
-    seed=42,
-    model_files="a" * 64,
-)
+RUN = run_info(name="runs/test", num_generations=4, max_completion_length=12, temperature=0.8)
 BYTES = {"Content-Type": "application/octet-stream"}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
 

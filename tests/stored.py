@@ -18,18 +18,20 @@ def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-RUN = RunInfo(
-    run="0123456789abcdef",
-    name="runs/a",
-    vocab_size=100,
-    eos_token_ids=[2],
-    num_generations=2,
-    max_completion_length=4,
-    temperature=0.7,
-    seed=42,
-    model_files=sha(FOLDER),
-    groups_per_round=2,
-)
+def run_info(**others) -> RunInfo:
+    """Return what a run tells the pool; `others` are fields of other values."""
+    fields = {"run": "0123456789abcdef", "name": "runs/a", "vocab_size": 100, "eos_token_ids": [2]}
+    fields |= {
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "temperature": 0.7,
+        "seed": 42,
+        "model_files": "a" * 64,
+    }
+    return RunInfo(**fields | others)
+
+
+RUN = run_info(model_files=sha(FOLDER), groups_per_round=2)
 
 TURNS = RunTools(
     tools=["add"],

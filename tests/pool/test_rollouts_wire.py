@@ -9,23 +9,14 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
+from stored import run_info
 
 from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version, check_drawn
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTools
 
-RUN = RunInfo(
-    run="0123456789abcdef",
-    name="runs/a",
-    vocab_size=100,
-    eos_token_ids=[2],
-    num_generations=2,
-    max_completion_length=4,
-    temperature=0.7,
-    seed=42,
-    model_files="a" * 64,
-)
+RUN = run_info()
 TASKS = [Task(group=5, attempt=0, version=3, prompt_ids=[7, 8, 9]), Task(group=6, attempt=2, version=3, prompt_ids=[1])]
 DRAWN = GroupResult(
     group=5,

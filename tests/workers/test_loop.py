@@ -16,6 +16,7 @@ from plain_engine import PlainEngine
 from pools import PROMPTS, Trainer, running_pool
 from rounding import assert_rounded
 from servers import exact, wait_until
+from stored import run_info
 from transformers import GenerationConfig
 
 from grpo.config.errors import ConfigError, RewardError
@@ -24,7 +25,7 @@ from grpo.data.records import Example, Rollout
 from grpo.model.load import eos_token_ids
 from grpo.model.trial import make_batcher
 from grpo.pool.client import PoolClient
-from grpo.pool.protocol import Lease, RunInfo, Task
+from grpo.pool.protocol import Lease, Task
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.self_check import make_sampler
 from grpo.tools.dialogue import start_turns
@@ -436,13 +437,11 @@ def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_pat
 def test_an_engine_that_starts_again_after_a_failed_draw_holds_one_model(model_folder, model, tokenizer):
     """The failure has frames, and they have the model: a card would have room for one."""
     ends = sorted(eos_token_ids(model, tokenizer))
-    run = RunInfo(
+    run = run_info(
         run="0" * 16,
         name="run",
         vocab_size=model.config.vocab_size,
         eos_token_ids=ends,
-        num_generations=2,
-        max_completion_length=4,
         temperature=1.0,
         seed=0,
         model_files="0" * 64,

@@ -7,18 +7,16 @@ from concurrent.futures import Future
 
 import pytest
 from scripted_turns import Scripted, by_parity, count_answers
-from stored import TURNS
+from stored import TURNS, run_info
 
 from grpo.config.errors import RewardError
 from grpo.data.records import Outcome
-from grpo.pool.protocol import RunInfo, Task, check_drawn
+from grpo.pool.protocol import Task, check_drawn
 from grpo.workers.engine import WorkerTools, draw_in_turns
 
-RUN = RunInfo(
+RUN = run_info(
     run="0" * 16,
     name="run",
-    vocab_size=100,
-    eos_token_ids=[2],
     num_generations=8,
     max_completion_length=40,
     temperature=1.0,

@@ -27,7 +27,7 @@ from processes import left_of
 from safetensors.torch import load_file, save_file
 from scripted_turns import Scripted, by_parity, count_answers
 from servers import wait_until
-from stored import TURNS
+from stored import TURNS, run_info
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.config.sampling_settings import SharedConfig
@@ -74,14 +74,13 @@ def folders(model, tokenizer, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def run(model) -> RunInfo:
-    return RunInfo(
+    return run_info(
         run="0" * 16,
         name="run",
         vocab_size=model.config.vocab_size,
         eos_token_ids=EOS,
         num_generations=4,
         max_completion_length=24,
-        temperature=0.7,
         seed=0,
         model_files="0" * 64,
     )

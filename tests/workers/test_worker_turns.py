@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from stored import run_info
 
 from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerConfig
@@ -10,16 +11,8 @@ from grpo.pool.protocol import RunInfo
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 from grpo.workers.engine import check_found, check_given
 
-PLAIN = RunInfo(
-    run="0" * 16,
-    name="runs/a",
-    vocab_size=100,
-    eos_token_ids=[2],
-    num_generations=8,
-    max_completion_length=40,
-    temperature=1.0,
-    seed=0,
-    model_files="0" * 64,
+PLAIN = run_info(
+    run="0" * 16, num_generations=8, max_completion_length=40, temperature=1.0, seed=0, model_files="0" * 64
 )
 DEFAULTS = dict(zip(SETTINGS, (None, None, 2048, "auto", None), strict=True))
 
