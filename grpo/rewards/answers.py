@@ -125,7 +125,9 @@ def open_box(text: str) -> str:
 AND = re.compile(r"\s*,\s*(?:and\s+)?|\s+and\s+")
 ANOTHER_CHOICE = re.compile(r"\b(?!A [a-z])[A-J]\b|\b[a-j][).:]|\b(?:or|nor|not|either|neither|maybe|perhaps)\b")
 # Capitals matter in other golds, which may be names or variables.
-ANY_CASE = re.compile("[a-zß-ÿ]{3,}|[A-ÿ][a-zß-ÿ]+(?: [a-zß-ÿ]+)+|(?i:true|false|yes|no|even|odd|none|both|neither)")
+ANY_CASE = re.compile(
+    "[a-zß-ÿ]{3,}|[A-ZÀ-Þ]?[a-zß-ÿ]+(?: [a-zß-ÿ]+)+|(?i:true|false|yes|no|even|odd|none|both|neither)"
+)
 
 
 def same_words(text: str, gold: str) -> bool:
@@ -174,7 +176,7 @@ UNIT = re.compile(
     rf"[ ][aghlms]|/[dghlms]|[ /-]?{LATIN}{{3,}}|[ /-]?(?i:of|an|at|on|in|us|uk|st|nd|rd|th|km|cm|mm|nm|mi|ft|yd|sq|cu"
     r"|kg|mg|lb|oz|ml|cl|dl|hr|ms|wk|mo|yr|am|pm|kb|mb|gb|tb|kw|hz|pt|qt|ct|cc|tv|cd|pc)"
     r"|[ ]?(?:[个個只隻名位人元円块分秒时時天日周月年岁歳米克斤升吨度张枚支枝条件台辆棵朵颗把杯瓶盒箱袋本页题次间层つ]"
-    rf"|小时|[厘毫千][米克升]|公[里斤]|[美欧]元|平方[厘千]?米|立方[厘]?米){LETTER}*"
+    rf"|小时|[厘毫千][米克升]|公[里斤]|[美欧]元|平方[厘千]?米|立方厘?米){LETTER}*"
 )
 ANOTHER = r"and|not|nor|neither|never|but|else|instead|rather|otherwise|maybe|perhaps|wrong|incorrect|unless|exclu\w+"
 CHANGES = re.compile(
