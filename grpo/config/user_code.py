@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
@@ -34,6 +34,15 @@ Key = tuple[int | str, ...]  # the seed of a call's random numbers
 _lock = threading.Lock()
 _running = 0
 _kept = ExitStack()  # restores the states before the first of the running calls
+
+
+def parameters_of(function: Callable, follow_wrapped: bool = False) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of what is called; with `follow_wrapped`, of the function that a decorator wraps: what
+    update_wrapper shows is the signature of another function. None of what has no signature, as some functions in C."""
+    try:
+        return signature_of(function, follow_wrapped=follow_wrapped).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.errors import cores_here, one_line, require
 from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.config.trainer import TrainerConfig
-from grpo.config.user_code import signature_of
+from grpo.config.user_code import parameters_of
 from grpo.data.chat_template import PictureCountError
 from grpo.data.dataset import TRL_COLUMN, decoded, is_one_split, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
@@ -307,11 +307,7 @@ def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]
 
 def _asks_for_gold(reward: Callable | str) -> bool:
     """Tell whether a reward is a function that cannot be called without `answer`."""
-    try:
-        # Of what is called: update_wrapper shows the signature of another function.
-        answer = signature_of(reward, follow_wrapped=False).parameters.get("answer")
-    except (TypeError, ValueError):  # a reward model or server; a function written in C
-        return False
+    answer = parameters_of(reward).get("answer")  # a reward model or server has none
     return answer is not None and answer.default is answer.empty
 
 

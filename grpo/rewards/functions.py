@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from grpo.config import user_code
 from grpo.config.errors import RewardError, require
 from grpo.config.fields import PACKAGE
-from grpo.config.user_code import Key
+from grpo.config.user_code import Key, parameters_of
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message
@@ -148,15 +148,6 @@ def load_function(name: str) -> Callable:
     remedy = "name its tags between the brackets, as many as it has of its own, or leave them out"
     require(fits, "reward_funcs", f"{name}({words}", remedy)
     return functools.update_wrapper(functools.partial(function, tags=tags), function)
-
-
-def parameters_of(function: Callable, follow_wrapped: bool = False) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of what is called; with `follow_wrapped`, of the function that a decorator wraps. None of a
-    function that has no signature, as some of those written in C."""
-    try:
-        return user_code.signature_of(function, follow_wrapped=follow_wrapped).parameters
-    except (TypeError, ValueError):
-        return {}
 
 
 def call_function(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> list | BaseException:
