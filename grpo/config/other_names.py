@@ -52,10 +52,10 @@ _ESTIMATOR = (
         rloo_vectorized="rloo",
     ),
 )
-_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
+_KL = _named(**{"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"})
 _ORDER = ("dataset_order", lambda value: "shuffled" if value else "as_is")
 _PICTURES = ("dataset_image_column", lambda name: None if name in ("image", "images") else name)  # found without a name
-_OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit"}
+_OPTIMIZER = _named(adamw_torch_fused="adamw_torch", adamw_bnb_8bit="adamw_8bit", paged_adamw_8bit="adamw_8bit")
 
 # The first key of several for one part counts.
 _TRL: dict[str, Rule] = {
@@ -69,7 +69,7 @@ _TRL: dict[str, Rule] = {
     "dtype": "dtype",
     "torch_dtype": "dtype",
     "bf16": ("dtype", lambda value: "bfloat16" if value else "float32"),
-    "optim": ("optim", lambda name: _OPTIMIZERS.get(name, name)),
+    "optim": ("optim", _OPTIMIZER),
     "max_steps": ("_max_steps", int),
     "num_train_epochs": ("_epochs", float),
     "num_generations": ("num_generations", _count),
@@ -123,7 +123,7 @@ _VERL: dict[str, Rule] = {
     "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
     "actor_rollout_ref.actor.use_kl_loss": ("_kl_in_loss", bool),
     "actor_rollout_ref.actor.kl_loss_coef": ("_kl_loss_coef", float),
-    "actor_rollout_ref.actor.kl_loss_type": ("_kl_loss_type", lambda name: _KL.get(name, name)),
+    "actor_rollout_ref.actor.kl_loss_type": ("_kl_loss_type", _KL),
     "actor_rollout_ref.actor.optim.lr": "learning_rate",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": ("_warmup_steps", float),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": ("_warmup_share", float),
@@ -138,7 +138,7 @@ _VERL: dict[str, Rule] = {
     "algorithm.adv_estimator": _ESTIMATOR,
     "algorithm.norm_adv_by_std_in_grpo": "_by_std",
     "algorithm.use_kl_in_reward": ("_kl_in_reward", bool),
-    "algorithm.kl_penalty": ("_kl_penalty", lambda name: _KL.get(name, name)),
+    "algorithm.kl_penalty": ("_kl_penalty", _KL),
     "algorithm.kl_ctrl.type": "_kl_control",
     "algorithm.kl_ctrl.kl_coef": ("_kl_coef", float),
     "algorithm.kl_ctrl.target_kl": ("_kl_target", float),
@@ -162,7 +162,7 @@ _EASYR1: dict[str, Rule] = {
     "algorithm.adv_estimator": _ESTIMATOR,
     "algorithm.disable_kl": ("_no_kl", bool),
     "algorithm.use_kl_loss": ("_kl_in_loss", bool),
-    "algorithm.kl_penalty": ("_kl_penalty", lambda name: _KL.get(name, name)),
+    "algorithm.kl_penalty": ("_kl_penalty", _KL),
     "algorithm.kl_coef": ("_kl_coef", float),
     "algorithm.kl_type": "_kl_control",
     "algorithm.kl_target": ("_kl_target", float),
