@@ -455,11 +455,14 @@ def answer_questions() -> None:
         def are_equal_in_size(one, other, *precision):
             if not are_equal(one, other, *precision):
                 return False
-            if not (isinstance(one, Expr) and isinstance(other, Expr)) or (one - other).has(UnevaluatedExpr):
-                return True  # a matrix, whose elements were compared, or a percentage
-            values = {symbol: Rational(37 + 2 * i, 41) for i, symbol in enumerate((one - other).free_symbols)}
+            if not (isinstance(one, Expr) and isinstance(other, Expr)):
+                return True  # a matrix, whose elements were compared
+            difference = one - other
+            if difference.has(UnevaluatedExpr):
+                return True  # a percentage
+            values = {symbol: Rational(37 + 2 * i, 41) for i, symbol in enumerate(difference.free_symbols)}
             try:
-                return (one - other).subs(values).evalf(300, maxn=1000, strict=True).is_zero is not False
+                return difference.subs(values).evalf(300, maxn=1000, strict=True).is_zero is not False
             except PrecisionExhausted:
                 return True
 

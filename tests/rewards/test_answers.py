@@ -2,6 +2,7 @@
 
 import json
 from fractions import Fraction
+from itertools import chain
 
 import pytest
 from conftest import GSM8K, needs_gsm8k
@@ -267,9 +268,12 @@ DIFFERENT = {
 }
 
 
+def lines_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
+
+
 def rows(tables: dict[str, str]) -> list[tuple[str, str]]:
-    lines = [line.split(" | ") for table in tables.values() for line in table.strip().splitlines()]
-    return [(text.strip(), gold.strip()) for gold, *texts in lines for text in texts]
+    return [(text, gold) for table in tables.values() for gold, *texts in lines_of(table) for text in texts]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -350,7 +354,7 @@ UNITS = """
     pounds lbs lb | liters litres | ml milliliters | gallons gal | dollars dollar bucks | cents cent | euros | percent
     cats cat | dogs | cherries cherry | boxes box | people | students | m/s | km/h | m^2 | m^3
 """
-UNITS = [names for line in UNITS.strip().splitlines() for names in line.strip().split(" | ")]
+UNITS = list(chain.from_iterable(lines_of(UNITS)))
 
 
 def test_each_unit_is_another():
@@ -368,7 +372,7 @@ PIECES = r"""
     \boxed 2 | \boxed 3 | \fbox{B} | The answer is | not | $ | ** | 个 | 万 | ² | cm | × | ± | ÷ | \text{ or } | million
     apples | 。 | : | ≡ | % | x
 """
-PIECES = ["|", " ", *(piece for line in PIECES.strip().splitlines() for piece in line.strip().split(" | "))]
+PIECES = ["|", " ", *chain.from_iterable(lines_of(PIECES))]
 
 
 @settings(max_examples=300, deadline=None)
