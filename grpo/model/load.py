@@ -99,8 +99,8 @@ def load_model(
 
 def advise_bfloat16(settings: PretrainedConfig) -> None:
     """Log how much faster this CPU multiplies matrices of the model's size in bfloat16, if it clearly does."""
-    size = settings.get_text_config().hidden_size
-    if size < SMALLEST_TO_ADVISE:
+    size = getattr(settings.get_text_config(), "hidden_size", 0)
+    if size < SMALLEST_TO_ADVISE or not log.isEnabledFor(logging.INFO):  # of ranks the first alone says it
         return
     seconds = {dtype: _product_seconds(size, dtype) for dtype in (torch.float32, torch.bfloat16)}
     if (ratio := seconds[torch.float32] / seconds[torch.bfloat16]) > 1.5:
