@@ -18,7 +18,7 @@ from grpo.config.errors import ConfigError, program_name, require
 from grpo.run.exit import exit_code
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
+    from gguf import GGUFReader, ReaderTensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Values of `tokenizer.ggml.pre` whose words GPT-2's pattern splits, and those that before it take each digit out alone.
@@ -41,22 +41,24 @@ def import_gguf(path: Path, folder: Path) -> None:
     require(not folder.exists(), "folder", str(folder), "it exists already: name another folder, or delete it")
     check_writable("folder", folder)
     require_packages("file", str(path), "gguf", "accelerate")
+    from gguf import GGUFReader
+
     with refuse_unloadable("file", str(path), "name a GGUF file of an architecture that transformers knows"):
-        tokenizer, model = load_tokenizer(path), load_weights(path)
-        tie_copied_head(path, model)
+        reader = GGUFReader(path)
+        tokenizer, model = load_tokenizer(path, reader), load_weights(path)
+        tie_copied_head(reader, model)
     tokenizer.model_max_length = model.config.max_position_embeddings
     with whole_folder(folder, "model") as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     """Load the tokenizer, and let it split words as the file says. Raises ConfigError where that is unknown."""
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    fields = GGUFReader(path).fields
+    fields = reader.fields
     names = "tokenizer.ggml.model", "tokenizer.ggml.pre"
     kind, words = (fields[name].contents() if name in fields else "" for name in names)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -87,12 +89,10 @@ def load_weights(path: Path) -> PreTrainedModel:
     return model
 
 
-def tie_copied_head(path: Path, model: PreTrainedModel) -> None:
+def tie_copied_head(reader: GGUFReader, model: PreTrainedModel) -> None:
     """Tie the head to the embedding where the file stores one matrix twice, in two types: both get the finer one's
     values. Untied, each would be trained by itself, and take memory of its own."""
-    from gguf import GGUFReader
-
-    bits = {tensor.name: bits_of(tensor) for tensor in GGUFReader(path).tensors if tensor.name in (EMBEDDING, HEAD)}
+    bits = {tensor.name: bits_of(tensor) for tensor in reader.tensors if tensor.name in (EMBEDDING, HEAD)}
     if len(bits) < 2:  # tied in the file
         return
     embedding, head = (part.weight.data for part in (model.get_input_embeddings(), model.get_output_embeddings()))
