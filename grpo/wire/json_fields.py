@@ -5,7 +5,7 @@ A wrong value is refused with ProtocolError, 400: the field's name, the value, a
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from grpo.wire.refusals import check_name, malformed, refuse_doubles
@@ -30,10 +30,10 @@ def read_fields(cls, content: object):
         raise malformed(f"{cls.__name__}: no object")
     if unknown := content.keys() - {field.name for field in fields(cls)}:
         raise malformed(f"unknown field {min(unknown)!r}")
-    try:
-        return cls(**content)
-    except TypeError as error:
-        raise malformed(f"a field is missing: {error}") from error
+    needed = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+    if missing := needed - content.keys():
+        raise malformed(f"a field is missing: {min(missing)!r}")
+    return cls(**content)
 
 
 def check_text(name: str, value: object) -> None:

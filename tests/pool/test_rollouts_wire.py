@@ -308,7 +308,7 @@ def with_turns(**changes) -> dict:
         (RunInfo.of_json, asdict(RUN) | {"groups_per_round": 0}, "groups_per_round '0'"),
         (RunInfo.of_json, asdict(RUN) | {"base_weights": "a" * 63}, "base_weights 'a*': send 64 hex digits"),
         (RunInfo.of_json, [1], "not a JSON object"),
-        (Lease.of_json, {"worker": "a"}, "a field is missing"),
+        (Lease.of_json, {"worker": "a"}, "a field is missing: 'holds'"),
         (Lease.of_json, {"worker": "a", "room": True, "holds": [], "wait": 1}, "room"),
         (Lease.of_json, {"worker": "a", "room": 1, "holds": [[1]], "wait": 1}, r"list of \[group, attempt\]"),
         (Lease.of_json, {"worker": "a", "room": 1, "holds": [], "wait": float("inf")}, "wait"),
