@@ -8,9 +8,11 @@ Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009, section 4).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ from grpo.model.packing import Batch
 # Tokens and vocabulary of a block of logits: 16 MB fit a CPU's cache, a GPU is faster with few large launches.
 CPU_BLOCK = (1024, 4096)
 CUDA_BLOCK = (4096, 16384)
+BITS_KEPT = {torch.float32: 24, torch.bfloat16: 12, torch.float16: 12}
+"""On a CPU, gradients leave out what all blocks together have of a token's probability below 2 to minus these."""
+FEW_ROWS = 256  # of them a CPU multiplies the weight by the rows up to twice as fast as the rows by the weight
 
 
 def token_logprobs(
@@ -149,6 +154,14 @@ def recompute(model: nn.Module, wanted: bool) -> None:
             layer.training = wanted
 
 
+class Buffers(NamedTuple):
+    """The memory in which one block after another is computed, float32. New memory for each, which the system hands
+    out page by page, takes longer than the block's conversion."""
+
+    logits: Tensor
+    weight: Tensor  # that of a 16-bit weight on a CPU, else empty
+
+
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32. Some models
@@ -172,9 +185,9 @@ class Head:
         bias = getattr(linear, "bias", None)
         return cls(weight=linear.weight, bias=bias, scale=scale, softcap=softcap, temperature=temperature)
 
-    def logits(self, hidden: Tensor, tokens: slice, buffer: Tensor | None = None) -> Tensor:
-        """Compute logits over the temperature: [n, hidden size] -> float32 [n, len(tokens)], perhaps in `buffer`."""
-        logits = _linear_fp32(hidden, self.weight[tokens], buffer)
+    def logits(self, hidden: Tensor, tokens: slice, buffers: Buffers | None = None) -> Tensor:
+        """Compute logits over the temperature: [n, hidden size] -> float32 [n, len(tokens)], perhaps in `buffers`."""
+        logits = _linear_fp32(hidden, self.weight[tokens], *(buffers or ()))
         if self.bias is not None:
             logits += self.bias[tokens].float()
         if self.softcap is not None:
@@ -189,16 +202,18 @@ class Head:
 
     def logits_in_blocks(self, hidden: Tensor) -> Tensor:
         """Do the same in blocks of the vocabulary, -inf beyond its end: float32 [blocks, n, size]."""
-        _, slices, _ = self.blocks(hidden)
+        _, slices, buffers = self.blocks(hidden)
         if len(slices) == 1:
             return self.logits(hidden, slices[0]).unsqueeze(0)
-        blocks = torch.empty(len(slices), len(hidden), slices[0].stop, dtype=torch.float32, device=hidden.device)
-        for block, tokens in zip(blocks, slices, strict=True):
+        size, rows = slices[0].stop, len(hidden)
+        kept = torch.empty(len(slices), rows * size, dtype=torch.float32, device=hidden.device)
+        blocks = kept.view(-1, size, rows).mT if _few_on_cpu(hidden) else kept.view(-1, rows, size)
+        for part, block, tokens in zip(kept, blocks, slices, strict=True):
             if tokens.stop <= len(self.weight):
-                self.logits(hidden, tokens, block.view(-1))
+                self.logits(hidden, tokens, buffers._replace(logits=part))
             else:
-                block.fill_(-torch.inf)
-                block[:, : len(self.weight) - tokens.start] = self.logits(hidden, tokens)
+                last = self.logits(hidden, tokens)
+                block.fill_(-torch.inf)[:, : last.shape[1]] = last
         return blocks
 
     def back_through(self, gradient: Tensor, logits: Tensor) -> Tensor:
@@ -209,13 +224,15 @@ class Head:
             gradient *= self.scale / self.temperature
         return gradient
 
-    def blocks(self, hidden: Tensor) -> tuple[int, list[slice], Tensor]:
-        """Return the tokens of a block, the slices of the vocabulary, and a buffer for a block's logits."""
-        tokens, vocabulary = CPU_BLOCK if hidden.device.type == "cpu" else CUDA_BLOCK
+    def blocks(self, hidden: Tensor) -> tuple[int, list[slice], Buffers]:
+        """Return the tokens of a block, the slices of the vocabulary, and the buffers of a block."""
+        on_cpu = hidden.device.type == "cpu"
+        tokens, vocabulary = CPU_BLOCK if on_cpu else CUDA_BLOCK
         tokens = max(1, min(tokens, len(hidden)))
         slices = [slice(start, start + vocabulary) for start in range(0, len(self.weight), vocabulary)]
-        buffer = torch.empty(tokens * min(vocabulary, len(self.weight)), dtype=torch.float32, device=hidden.device)
-        return tokens, slices, buffer
+        columns = min(vocabulary, len(self.weight))
+        sizes = tokens * columns, columns * self.weight.shape[1] if on_cpu and self.weight.dtype != torch.float32 else 0
+        return tokens, slices, Buffers(*(torch.empty(n, dtype=torch.float32, device=hidden.device) for n in sizes))
 
     @classmethod
     @torch.no_grad()
@@ -255,13 +272,13 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool):
-        tokens, slices, buffer = head.blocks(hidden)
-        logprobs, entropies, normalisers = [], [], []
+        tokens, slices, buffers = head.blocks(hidden)
+        logprobs, entropies, normalisers, shares = [], [], [], []
         for rows, row_targets in zip(hidden.split(tokens), targets.split(tokens), strict=True):
             of_target = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
             parts, mean_logits = [], []
             for block in slices:
-                logits = head.logits(rows, block, buffer)
+                logits = head.logits(rows, block, buffers)
                 place, inside = _places(row_targets, block, logits)
                 of_target = torch.where(inside, logits.gather(1, place).squeeze(1), of_target)
                 # logsumexp in place: another 16 MB beside the block would leave the cache, and fragment the heap.
@@ -277,41 +294,49 @@ class _Logprobs(torch.autograd.Function):
                 parts.append(total.log_() + top.squeeze(1))
             block_sums = torch.stack(parts)
             normalisers.append(normaliser := block_sums.logsumexp(0))
+            shares.append(block_sums - normaliser)
             logprobs.append(of_target - normaliser)
             if with_entropy:
                 # A block's mean logit weighs as much as the block's share of the probability.
-                entropies.append(normaliser - (torch.exp(block_sums - normaliser) * torch.stack(mean_logits)).sum(0))
+                entropies.append(normaliser - (torch.exp(shares[-1]) * torch.stack(mean_logits)).sum(0))
         entropy = torch.cat(entropies) if with_entropy else None
         ctx.head = head
         ctx.set_materialize_grads(False)  # an output that no loss uses has None for a gradient, and costs nothing
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalisers), entropy)
+        # A GPU would wait for the host to learn which rows a block needs.
+        kept_shares = torch.cat(shares, dim=1) if hidden.device.type == "cpu" else None
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalisers), entropy, kept_shares)
         return torch.cat(logprobs), entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient, entropy_gradient):
-        hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normalisers, entropy, shares = ctx.saved_tensors
         head = ctx.head
         if gradient is None:
             gradient = torch.zeros_like(normalisers)
-        tokens, slices, buffer = head.blocks(hidden)
+        tokens, slices, buffers = head.blocks(hidden)
+        least = -BITS_KEPT[weight.dtype] * math.log(2) - math.log(len(slices))
         of_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), tokens):
             part = slice(start, start + tokens)
-            rows, row_targets, upstream = hidden[part], targets[part], gradient[part].unsqueeze(1)
-            for block in slices:
-                logits = head.logits(rows, block, buffer)
-                slope = logits - normalisers[part].unsqueeze(1)
+            for number, block in enumerate(slices):
+                chosen = part
+                if shares is not None and entropy_gradient is None:
+                    has_target = (targets[part] >= block.start) & (targets[part] < block.stop)
+                    chosen = start + ((shares[number, part] > least) | has_target).nonzero()[:, 0]
+                rows, row_targets, upstream = hidden[chosen], targets[chosen], gradient[chosen].unsqueeze(1)
+                logits = head.logits(rows, block, buffers)
+                slope = logits - normalisers[chosen].unsqueeze(1)
                 if entropy_gradient is None:
                     # d logprob / d logits = onehot(target) - p, with p = softmax(logits)
                     slope.exp_().mul_(-upstream)
                 else:
                     # d entropy / d logits = -p (log p + entropy)
                     share = slope.exp()
-                    of_entropy = entropy_gradient[part].unsqueeze(1)
-                    slope.add_(entropy[part].unsqueeze(1)).mul_(of_entropy).add_(upstream).mul_(share).neg_()
+                    of_entropy = entropy_gradient[chosen].unsqueeze(1)
+                    slope.add_(entropy[chosen].unsqueeze(1)).mul_(of_entropy).add_(upstream).mul_(share).neg_()
                     del share
                 place, inside = _places(row_targets, block, logits)
                 slope.scatter_add_(1, place, torch.where(inside.unsqueeze(1), upstream, 0.0))
@@ -319,7 +344,7 @@ class _Logprobs(torch.autograd.Function):
                 if of_bias is not None:
                     of_bias[block] += slope.sum(0)
                 slope = slope.to(weight.dtype)
-                of_hidden[part] += _linear_fp32(slope, weight[block].t())
+                of_hidden[chosen] += _linear_fp32(slope, weight[block].t(), room=buffers.weight)
                 if of_weight is not None:
                     of_weight[block].addmm_(slope.t(), rows)
                 del slope
@@ -333,9 +358,24 @@ def _places(targets: Tensor, block: slice, logits: Tensor) -> tuple[Tensor, Tens
     return place.clamp(0, width - 1).unsqueeze(1), (place >= 0) & (place < width)
 
 
-def _linear_fp32(rows: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """Compute rows @ weight.T in float32: rounded to bfloat16, logits move log-probs by up to 0.09."""
-    out = None if buffer is None else buffer[: len(rows) * len(weight)].view(len(rows), len(weight))
-    if rows.device.type != "cpu" and rows.dtype != torch.float32:
-        return torch.mm(rows, weight.t(), out_dtype=torch.float32, out=out)
-    return torch.mm(rows.float(), weight.t().float(), out=out)
+def _few_on_cpu(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and len(rows) < FEW_ROWS
+
+
+def _linear_fp32(rows: Tensor, weight: Tensor, out: Tensor | None = None, room: Tensor | None = None) -> Tensor:
+    """Compute rows @ weight.T in float32: rounded to bfloat16, logits move log-probs by up to 0.09. `out` and `room`:
+    memory for the result and for the weight, float32, of any size that is enough."""
+    shape = len(rows), len(weight)
+    if out is not None:
+        out = out[: shape[0] * shape[1]]
+    if rows.device.type != "cpu":
+        precision = {} if rows.dtype == torch.float32 else {"out_dtype": torch.float32}
+        return torch.mm(rows, weight.t(), out=None if out is None else out.view(shape), **precision)
+    if weight.dtype != torch.float32 and room is not None:
+        room = room[: weight.numel()]
+        as_it_lies = room.view(weight.shape) if weight.is_contiguous() else room.view(weight.shape[::-1]).t()
+        weight = as_it_lies.copy_(weight)
+    rows, weight = rows.float(), weight.float()
+    if _few_on_cpu(rows):
+        return torch.mm(weight, rows.t(), out=None if out is None else out.view(shape[::-1])).t()
+    return torch.mm(rows, weight.t(), out=None if out is None else out.view(shape))

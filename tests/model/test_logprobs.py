@@ -33,15 +33,19 @@ def test_both_paths_equal_float64_log_softmax(config, temperature):
         assert_rounded(entropy, entropies)
 
 
-def test_all_logits_of_a_few_rows_are_fp32_however_large_the_vocabulary():
+@pytest.mark.parametrize("rows", [3, 300])  # a CPU multiplies few rows in another way
+def test_all_logits_are_fp32_however_large_the_vocabulary(rows):
     torch.manual_seed(0)
-    hidden, bias = torch.randn(3, 32).bfloat16(), torch.randn(10_000).bfloat16()
+    hidden, bias = torch.randn(rows, 32).bfloat16(), torch.randn(10_000).bfloat16()
     weight = torch.randn(10_000, 32).bfloat16()
     head = Head(weight=weight, bias=bias, scale=0.5, softcap=20.0, temperature=0.7)
     exact = torch.tanh((hidden.double() @ weight.double().t() + bias.double()) * 0.5 / 20.0) * 20.0 / 0.7
     logits = head.all_logits(hidden)
     assert logits.dtype == torch.float32
     assert_rounded(logits, exact)
+    blocks = head.logits_in_blocks(hidden)
+    assert torch.equal(torch.cat(list(blocks), dim=1)[:, :10_000], logits)
+    assert (blocks[-1, :, 10_000 % blocks.shape[2] :] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -160,6 +164,27 @@ def test_bfloat16_weights_still_give_float32_logits():
     slope = torch.nn.functional.one_hot(batch.targets, 64).double() - probabilities
     expected = slope.t() @ hidden.double()
     assert (gradient - expected).norm() / expected.norm() < 0.01  # bfloat16 gradients
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+def test_gradients_leave_out_only_blocks_with_next_to_no_probability(dtype, bound, monkeypatch):
+    monkeypatch.setattr(module, "CPU_BLOCK", (4, 8))  # blocks of tokens and of the vocabulary
+    draw = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(7, 16, generator=draw), torch.randn(40, 16, generator=draw) / 10
+    hidden[:, 0], weight[:, 0] = 1, torch.tensor([0.0, -3.0, -6.0, -20.0, -40.0]).repeat_interleave(8)
+    hidden, weight = (values.to(dtype).requires_grad_() for values in (hidden, weight))
+    targets, upstream = torch.tensor([1, 9, 20, 0, 39, 7, 15]), torch.randn(7, generator=draw)
+    head = Head(weight=weight, bias=None, scale=1.0, softcap=None, temperature=1.0)
+    logprobs, _ = module._Logprobs.apply(hidden, weight, None, targets, head, False)
+    (logprobs * upstream).sum().backward()
+
+    exact = [values.detach().double().requires_grad_() for values in (hidden, weight)]
+    of_targets = torch.log_softmax(exact[0] @ exact[1].t(), -1).gather(1, targets.unsqueeze(1))[:, 0]
+    (of_targets * upstream.double()).sum().backward()
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < bound * theirs.grad.abs().max()
+    assert exact[1].grad[24:32].abs().min() > 0 and not weight.grad[24:32].any()  # e^-20 of the probability
+    assert weight.grad[39].any()  # a target, however improbable
 
 
 @pytest.mark.parametrize("with_entropy, blocks, at_most", [(False, 1, 2.4), (True, 2, 2.9)])
