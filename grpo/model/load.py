@@ -102,13 +102,13 @@ def advise_bfloat16(settings: PretrainedConfig) -> None:
     size = getattr(settings.get_text_config(), "hidden_size", 0)
     if size < SMALLEST_TO_ADVISE or not log.isEnabledFor(logging.INFO):  # of ranks the first alone says it
         return
-    seconds = {dtype: _product_seconds(size, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    seconds = {dtype: product_seconds(size, dtype) for dtype in (torch.float32, torch.bfloat16)}
     if (ratio := seconds[torch.float32] / seconds[torch.bfloat16]) > 1.5:
         advice = "--dtype bfloat16, for the server too, takes half of the memory and rounds more"
         log.info("this CPU multiplies the model's matrices %.1f times as fast in bfloat16: %s", ratio, advice)
 
 
-def _product_seconds(size: int, dtype: torch.dtype) -> float:
+def product_seconds(size: int, dtype: torch.dtype) -> float:
     """Return the shortest time of three products [256, size] x [size, 4 size]."""
     states, weight = torch.ones(256, size, dtype=dtype), torch.ones(4 * size, size, dtype=dtype)
     timer = Timer("linear(states, weight)", globals={"linear": linear, "states": states, "weight": weight})

