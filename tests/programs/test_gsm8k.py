@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from conftest import ENVIRONMENT, REPOSITORY
 from test_import_gguf import WORDS, make, write_gguf
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gsm8k import SIDES, measure
 from demo.__main__ import DemoError
-from demo.gsm8k import PACKED, Packed, in_tags_reward, tags_reward
+from demo.gsm8k import CONFIG, PACKED, Packed, in_tags_reward, tags_reward
+from grpo.config.command_line import parse_arguments
+from grpo.config.programs import LaunchConfig
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,14 @@ def test_the_packages_are_pinned():
     assert all("{}==" in packed.package and len(packed.sha256) == 64 for packed in PACKED.values())
 
 
+def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
+    for options in SIDES.values():
+        words = ["--config", str(REPOSITORY / CONFIG), *shlex.split(options)]
+        config = parse_arguments(LaunchConfig, "", words)
+        assert {"demo/gsm8k.py:in_tags_reward", "last_number_reward"} <= set(config.reward_funcs)
+        assert config.max_steps == 60 and config.eval_samples == 500
+
+
 @pytest.mark.slow
 def test_a_killed_training_goes_on(model_folder, tmp_path):
     questions = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(40)]
@@ -113,5 +125,9 @@ def test_a_killed_training_goes_on(model_folder, tmp_path):
     assert second.stdout.startswith("3 steps on GSM8K, and 8 held-out questions before and after; ")
     assert (run / "starts.jsonl").read_text().count("\n") == 2
     assert second.stdout.endswith("gsm8k: error: the accuracy should rise by 15 points\n")
+    measured = measure(run)
+    assert all(len(measured[name]) == 3 for name in ("seconds", "tokens", "right", "length"))
+    assert [evaluation["step"] for evaluation in measured["evaluations"]] == [0, 3]
+    assert measured["evaluations"][0]["questions"] == 8
     again = subprocess.run(command, timeout=60, check=False, **settings)
     assert again.returncode == 1 and again.stdout.endswith(second.stdout[second.stdout.index("learning curves:") :])
