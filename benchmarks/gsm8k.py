@@ -22,7 +22,7 @@ from benchmarks.real import GRPO, RESULTS, SIMPLE, write
 from demo.__main__ import ON_CARD
 from demo.gsm8k import FOLDER, PACKED, build, train, words_of
 
-PATH = RESULTS / "qwen.json"
+NAME = "qwen"  # of the file of numbers
 BURKOV = "Burkov's"
 MEASURED = "last_number_reward demo/gsm8k.py:in_tags_reward"
 TAGS = "Write reasoning and answer within tags, like this: "
@@ -61,15 +61,20 @@ def measure(run: Path) -> dict:
     """Return what the run in a folder measured: of each step, and of each evaluation."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
+    evaluations = [row for row in rows if "eval_n" in row]
     return {name: [row.get(key, 0.0) for row in steps] for name, key in OF_STEP.items()} | {
+        "form": [form_of(row) for row in steps],
         "tokens": [row["num_tokens"] for row in steps],
         "evaluations": [
-            {"step": row["step"]} | {name: row[key] for name, key in OF_EVALUATION.items()}
-            for row in rows
-            if "eval_n" in row
+            {"step": row["step"]} | {name: row[key] for name, key in OF_EVALUATION.items()} for row in evaluations
         ],
         "machine": machine(ON_CARD),
     }
+
+
+def form_of(row: dict) -> float:
+    """Return the share of the form: the recipe's has one pair of tags, that of the others two, 0.2 for each tag."""
+    return row.get("rewards/tags_reward/mean", row.get("rewards/format_reward/mean", 0.0) / 0.8)
 
 
 def main() -> None:
@@ -85,9 +90,10 @@ def main() -> None:
     build(PACKED["0.5b"], folder / "model")
     words = ["--model_name_or_path", str(folder / "model"), "--seed", str(arguments.seed), "--output_dir", str(run)]
     train(words_of([*words, *shlex.split(SIDES[arguments.side]), *options]))
-    results = json.loads(PATH.read_text()) if PATH.exists() else {}
+    path = RESULTS / f"{NAME}.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
     results.setdefault(arguments.side, {})[str(arguments.seed)] = measure(run)
-    write(PATH, results)
+    write(path, results)
 
 
 if __name__ == "__main__":

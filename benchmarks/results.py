@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks import gsm8k
 from benchmarks.common import REPOSITORY, table
 from benchmarks.real import GRPO, RESULTS, SIDES, SIMPLE, TRL
 from benchmarks.real_tasks import TASKS
@@ -211,19 +212,91 @@ def page(tasks: dict[str, dict[str, Runs]]) -> str:
         parts += [OPTIONS, sides_table(sums, others(sums))]
     if TRIES.exists():
         parts += [FAILED, rows_table([try_row(*each) for each in json.loads(TRIES.read_text()).items()])]
+    if gsm8k.NAME in tasks:
+        parts += of_gsm8k(tasks[gsm8k.NAME])
     if "gsm8k" in tasks:
         shown = [seed_row(*each) for each in tasks["gsm8k"]["no reference"].items()]
         left_out = "KL, last step", "minutes"  # no reference; the machine had other work
         rows = [{name: cell for name, cell in row.items() if name not in left_out} for row in shown]
         parts += [f"## {TASKS['gsm8k'].title}\n\n{TASKS['gsm8k'].about}", rows_table(rows)]
-    compared = {name: results for name, results in tasks.items() if name not in ("sums", "gsm8k") and len(results) > 1}
-    single = tasks.keys() - {"sums", "gsm8k", *compared}
+    own = "sums", "gsm8k", gsm8k.NAME  # which have parts of their own
+    compared = {name: results for name, results in tasks.items() if name not in own and len(results) > 1}
+    single = tasks.keys() - {*own, *compared}
     if rows := [task_row(name, results[GRPO]) for name, results in tasks.items() if name in single]:
         parts += [OTHER_TASKS, rows_table(rows)]
     for name, results in compared.items():
         sides = [side for side in SIDES if side in results]
         parts += [f"## {TASKS[name].title}\n\n{TASKS[name].about}", sides_table(results, sides)]
     return "\n\n".join(parts) + "\n"
+
+
+def of_gsm8k(results: dict[str, Runs]) -> list[str]:
+    """Return the page's part on GSM8K: a row for each run of the recipe, and of the other sides."""
+    runs = results[GRPO]
+    run = next(iter(runs.values()))
+    about = GSM8K.format(questions=f"{run['evaluations'][0]['questions']:.0f}", machine=run["machine"])
+    parts = [about, rows_table([gsm8k_row(seed, run) for seed, run in runs.items()])]
+    parts.append("![Right answers and form by step](images/results_gsm8k.png)")
+    others = [{"side": side} | gsm8k_row(*each) for side in gsm8k.SIDES for each in results.get(side, {}).items()]
+    return [*parts, GSM8K_SIDES, rows_table(others)] if len(results) > 1 else parts
+
+
+def gsm8k_row(seed: str, run: dict) -> dict[str, object]:
+    before, after = run["evaluations"][0], run["evaluations"][-1]
+
+    def both(name: str, unit: float = 100.0, digits: int = 1) -> str:
+        return " → ".join(f"{unit * evaluation[name]:.{digits}f}" for evaluation in (before, after))
+
+    rise, error = gsm8k_rise(run)
+    return {
+        "seed": seed,
+        "right within tags, %": both("right"),
+        "rise, points": f"{100 * rise:.1f} ± {100 * error:.1f}",
+        "last number right, %": both("last number"),
+        "form, %": both("form"),
+        "tokens of an answer": both("length", 1, 0),
+        "cut off, %": both("cut"),
+        "tokens drawn": f"{run['tokens'][-1]:,.0f}",
+        "hours in steps": f"{sum(run['seconds']) / 3600:.1f}",
+    }
+
+
+def gsm8k_rise(run: dict) -> tuple[float, float]:
+    """Return by how much the share of right answers rose, and half of the 95 % interval of two independent shares."""
+    before, after = (
+        {
+            "eval_accuracy": evaluation["right"],
+            "eval_accuracy_se": math.sqrt(evaluation["right"] * (1 - evaluation["right"]) / evaluation["questions"]),
+        }
+        for evaluation in (run["evaluations"][0], run["evaluations"][-1])
+    )
+    return rise_of(before, after)
+
+
+def draw_gsm8k(runs: Runs, path: Path) -> None:
+    """Draw right answers and form by step: sampled, the seeds as a band, and greedy beside the untrained model."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharey=True)
+    for colour, (name, label) in zip(COLOURS, {"right": "right within tags", "form": "form"}.items(), strict=False):
+        by_step = list(zip(*(smoothed(run[name]) for run in runs.values()), strict=False))
+        steps = range(1, len(by_step) + 1)
+        left.plot(steps, [statistics.mean(step) for step in by_step], color=colour, label=label)
+        left.fill_between(steps, [*map(min, by_step)], [*map(max, by_step)], color=colour, alpha=0.2, linewidth=0)
+        for run in runs.values():
+            places = [evaluation["step"] for evaluation in run["evaluations"]]
+            shares = [evaluation[name] for evaluation in run["evaluations"]]
+            right.plot(places, shares, color=colour, marker="o", markersize=4, linewidth=1)
+    untrained = next(iter(runs.values()))["evaluations"][0]["right"]
+    right.axhline(untrained, color="#7d8590", linestyle="--", linewidth=1, label="untrained model, right")
+    left.set(xlabel="step (means of five)", ylabel="share of sampled answers", ylim=(0, 1))
+    right.set(xlabel="step", ylabel="share of held-out answers, greedy")
+    left.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8)
+    finish(figure, path)
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Return the mean of each value and of up to four before it."""
+    return [statistics.mean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
 
 
 def summary(runs: Runs) -> str:
@@ -306,18 +379,32 @@ where other work ran beside. With `num_draws` those eight completions of sixteen
 most: at equal tokens half of the updates."""
 
 
+GSM8K = """## Qwen2.5-Coder-0.5B-Instruct learns GSM8K
+
+`make gsm8k SEED=0` and so on, as [configs/gsm8k_cpu.yaml](../configs/gsm8k_cpu.yaml) says: a trainer process and the
+reference server, in bfloat16. Greedy answers to {questions} questions of the test split, before and after. "Right
+within tags" is right where the prompt asks for the answer, "last number right" wherever it stands, "form" the share
+that ends with its only `<answer>...</answer>`. Machine: {machine}."""
+
+GSM8K_SIDES = """The same model, questions, steps and length of answers with the settings of the two programs that this
+one comes from, at this size: [configs/simple_grpo.yaml](../configs/simple_grpo.yaml) and
+[configs/burkov.yaml](../configs/burkov.yaml), their prompts and rewards. Their form has two pairs of tags."""
+
+
 def main() -> None:
     tasks = read()
     PAGE.write_text(page(tasks), encoding="utf-8")
     draw_seeds(tasks["sums"][GRPO], IMAGES / "results_sums.png")
     if TRL in tasks["sums"]:
         draw_sides(tasks["sums"], [GRPO, TRL], IMAGES / "results_trl.png")
+    if gsm8k.NAME in tasks:
+        draw_gsm8k(tasks[gsm8k.NAME][GRPO], IMAGES / "results_gsm8k.png")
     print(f"made {PAGE.relative_to(REPOSITORY)}")
 
 
 def read() -> dict[str, dict[str, Runs]]:
     """Return what benchmarks/results/ has of each task."""
-    files = {name: RESULTS / f"{name}.json" for name in TASKS}
+    files = {name: RESULTS / f"{name}.json" for name in (*TASKS, gsm8k.NAME)}
     return {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
 
 

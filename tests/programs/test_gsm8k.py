@@ -16,6 +16,8 @@ from test_import_gguf import WORDS, make, write_gguf
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gsm8k import SIDES, measure
+from benchmarks.real import GRPO
+from benchmarks.results import of_gsm8k
 from demo.__main__ import DemoError
 from demo.gsm8k import CONFIG, PACKED, Packed, in_tags_reward, tags_reward
 from grpo.config.command_line import parse_arguments
@@ -129,5 +131,7 @@ def test_a_killed_training_goes_on(model_folder, tmp_path):
     assert all(len(measured[name]) == 3 for name in ("seconds", "tokens", "right", "length"))
     assert [evaluation["step"] for evaluation in measured["evaluations"]] == [0, 3]
     assert measured["evaluations"][0]["questions"] == 8
+    about, table, *_ = of_gsm8k({GRPO: {"0": measured}})
+    assert "Greedy answers to 8 questions" in about and "| 0 | 0.0 → 0.0 | 0.0 ± 0.0 |" in table
     again = subprocess.run(command, timeout=60, check=False, **settings)
     assert again.returncode == 1 and again.stdout.endswith(second.stdout[second.stdout.index("learning curves:") :])
