@@ -127,11 +127,11 @@ PACKED = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m demo.gsm8k", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m demo.gsm8k", allow_abbrev=False)
+    parser.description = f"{__doc__.splitlines()[0]} Other options go to grpo launch."
     parser.add_argument("--seed", type=int, default=0, help="of drawing and of the questions' order (default: 0)")
     parser.add_argument("--model", default="0.5b", help="0.5b, 1.5b, a model of the hub, or a folder (default: 0.5b)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for all that is made (default: {FOLDER})")
-    parser.epilog = "Other options go to grpo launch."
     arguments, options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` block ends the training
     sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
@@ -140,18 +140,11 @@ def main() -> int:
     folder = of_model / f"seed{arguments.seed}"
     os.chdir(REPOSITORY)
     model = str(of_model / "model") if packed else arguments.model
-    words = [
-        "--model_name_or_path",
-        model,
-        "--seed",
-        str(arguments.seed),
-        "--output_dir",
-        str(folder / "run"),
-        *options,
-    ]
+    words = words_of(
+        ["--model_name_or_path", model, "--seed", arguments.seed, "--output_dir", folder / "run", *options]
+    )
     try:
         check_place()
-        words = words_of([*words, *options])
         announce(words)
         if packed:
             build(packed, of_model / "model")
@@ -166,13 +159,13 @@ def main() -> int:
     return 0
 
 
-def words_of(options: list[str]) -> list[str]:
-    """Return the words of `grpo launch` for this machine, before its options the demo's."""
+def words_of(options: list[object]) -> list[str]:
+    """Return the words of `grpo launch` for this machine, before these options the demo's."""
     words = ["--config", CONFIG_ON_CARD if ON_CARD else CONFIG, "--resume_from_checkpoint", "last"]
-    words += ["--port", str(free_port())]
-    if "GSM8K" in os.environ:
-        words += ["--dataset_name", os.environ["GSM8K"]]
-    return [*words, *([] if ON_CARD else ["--nproc_per_node", "1", "--dtype", fastest_dtype()]), *options]
+    words += ["--port", free_port()]
+    words += [] if ON_CARD else ["--nproc_per_node", 1, "--dtype", fastest_dtype()]
+    words += ["--dataset_name", os.environ["GSM8K"]] if "GSM8K" in os.environ else []
+    return [*map(str, [*words, *options])]
 
 
 def seconds_of(dtype: str) -> float:
@@ -192,8 +185,8 @@ def announce(words: list[str]) -> None:
     """Say what is done and how long it takes: on a CPU a product is timed. Raises ConfigError for a wrong setting."""
     config = parse_arguments(LaunchConfig, "", words)
     print(
-        f"{config.max_steps} steps on GSM8K, and {config.eval_samples} held-out questions before and after; "
-        f"{config.output_dir} has all of it, and after Ctrl-C the same command goes on"
+        f"{config.max_steps} steps on {config.dataset_name}, and {config.eval_samples} held-out questions before and "
+        f"after; {config.output_dir} has all of it, and after Ctrl-C the same command goes on"
     )
     if not ON_CARD:
         rate = 8e-9 * 256 * WIDTH**2 / seconds_of(config.dtype)

@@ -124,7 +124,7 @@ def test_a_killed_training_goes_on(model_folder, tmp_path):
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2, 3], second.stdout
     assert second.returncode == 1  # a model of random words does not learn that
-    assert second.stdout.startswith("3 steps on GSM8K, and 8 held-out questions before and after; ")
+    assert second.stdout.startswith(f"3 steps on {tmp_path}, and 8 held-out questions before and after; ")
     assert (run / "starts.jsonl").read_text().count("\n") == 2
     assert second.stdout.endswith("gsm8k: error: the accuracy should rise by 15 points\n")
     measured = measure(run)
