@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.config.errors import ConfigError, one_line
 from grpo.config.instead import INSTEAD
-from grpo.config.other_names import TABLES, Rule, Settings
+from grpo.config.other_names import Rule, Settings
 from grpo.config.python_script import Unknown
 
 _TOLD_IF_OFF = {"filter_overlong_prompts", "val_before_train"}  # the hints of all others are for what is on
@@ -28,22 +28,23 @@ class OnlyTheScriptKnows(Exception):
 class Parts:
     """What another trainer's file says, by our names; which pieces of settings were used, and what is lost."""
 
-    def __init__(self, trainer: str, path: Path, given: Settings):
+    def __init__(self, trainer: str, path: Path, given: Settings, table: dict[str, Rule]):
         self.trainer, self.path, self.given = trainer, path, given
         self.values: Settings = {}
         self.unknown: set[str] = set()  # parts whose values only the script knows
         self.used: set[str] = set()
         self.lost: dict[str, tuple[str, str]] = {}  # value and hint, by that trainer's name
-        self.names: dict[str, str] = {}  # that trainer's, by part
-        for name, rule in TABLES[trainer].items():
-            self.names.setdefault(rule if isinstance(rule, str) else rule[0], name)
+        self.names = {part: name for name, (part, _) in reversed(table.items())}  # that trainer's, by part
+        for name, rule in table.items():
+            if given.get(name) is not None:  # None is as if it were not given
+                self._add(name, rule)
+        for name in given.keys() - table.keys():
+            self.lose(name, given[name])
 
-    def add(self, name: str, rule: Rule) -> None:
+    def _add(self, name: str, rule: Rule) -> None:
         """Take a setting in. Raises ConfigError if its value is none that the trainer takes."""
-        part, convert = (rule, None) if isinstance(rule, str) else rule
+        part, convert = rule
         value = self.given[name]
-        if value is None:
-            return  # as if it were not given
         if isinstance(value, Unknown):
             self.unknown.add(part)
             self.lose(name, value, "only the script knows it: write its value")

@@ -30,24 +30,18 @@ def translate(trainer: str, path: Path) -> Translation:
     """Read another trainer's YAML, Python script or notebook, or shell command. Raises ConfigError if the file cannot
     be read, or has nothing of that trainer."""
     table = TABLES[trainer]
-    has_our_names = trainer in ("trl", "simple_grpo")
-    ours = {each.name for each in fields(LaunchConfig)} - OTHER_MEANINGS if has_our_names else set()
+    if trainer in ("trl", "simple_grpo"):  # which have names of ours
+        ours = {each.name for each in fields(LaunchConfig)} - OTHER_MEANINGS - table.keys()
+        table = table | {name: (name, None) for name in ours}
     try:
-        given, files = read_settings(trainer, path, {*table, *ours})
+        given, files = read_settings(trainer, path, table)
     except OSError as error:
         raise ConfigError(f"from='{path}': {error.strerror}: name the file of {trainer}'s settings") from error
     except ConfigError:
         raise
     except (SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
-    parts = Parts(trainer, path, _gathered(given))
-    for name in [name for name in table if name in parts.given]:
-        parts.add(name, table[name])
-    for name in [name for name in parts.given if name not in table]:
-        if name in ours:
-            parts.add(name, name)
-        else:
-            parts.lose(name, parts.given[name])
+    parts = Parts(trainer, path, _gathered(given), table)
     if not parts.values and not parts.unknown:
         raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
     settings = {name: value for name, value in parts.values.items() if not name.startswith("_")}
