@@ -12,7 +12,7 @@ import yaml
 from grpo.config.errors import ConfigError, one_line
 from grpo.config.fields import default_of, is_met
 from grpo.config.loss_settings import UNUSED_BOUNDS
-from grpo.config.other_names import DEFAULTS, MAPPINGS, OTHER_MEANINGS, TABLES, Settings
+from grpo.config.other_names import DEFAULTS, OTHER_MEANINGS, TABLES, Rule, Settings
 from grpo.config.other_trainers import read_settings
 from grpo.config.pieces import JOINS, OnlyTheScriptKnows, Parts
 from grpo.config.programs import LaunchConfig
@@ -41,7 +41,7 @@ def translate(trainer: str, path: Path) -> Translation:
         raise
     except (SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
-    parts = Parts(trainer, path, _gathered(given), table)
+    parts = Parts(trainer, path, _gathered(given, table), table)
     if not parts.values and not parts.unknown:
         raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
     settings = {name: value for name, value in parts.values.items() if not name.startswith("_")}
@@ -58,13 +58,13 @@ def translate(trainer: str, path: Path) -> Translation:
     return Translation(settings=in_order, lost=parts.lost, files=files)
 
 
-def _gathered(given: Settings) -> Settings:
+def _gathered(given: Settings, table: dict[str, Rule]) -> Settings:
     """Make one setting of the entries of a mapping, which a command gives one by one."""
     result: Settings = {}
     for name, value in given.items():
         mapping, _, entry = name.rpartition(".")
         entries = result.get(mapping, {})
-        if mapping in MAPPINGS and isinstance(entries, dict) and not isinstance(value, Unknown):
+        if mapping in table and isinstance(entries, dict) and not isinstance(value, Unknown):
             result[mapping] = {**entries, entry: value}
         else:
             result[name] = value
