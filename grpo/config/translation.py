@@ -49,7 +49,7 @@ def translate(trainer: str, path: Path) -> Translation:
     for join in JOINS[trainer]:
         used = set(parts.used)
         try:
-            settings |= join(parts)
+            settings |= {name: value for name, value in join(parts).items() if value is not None}
         except OnlyTheScriptKnows:
             parts.used = used  # those that nothing else uses are listed
     parts.lose_unused()
