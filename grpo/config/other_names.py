@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 Settings = dict[str, Any]
-Rule = str | tuple[str, Callable[[Any], Any]]
-"""our name for a setting, or a part of one; with a function that makes our value, or None if there is no such"""
+Rule = tuple[str, Callable[[Any], Any] | None]
+"""our name for a setting, or a part of one, and what makes our value, or None if there is no such"""
 
 
 def _named(**ours: str) -> Callable[[Any], str]:
@@ -23,18 +23,10 @@ def _words(value: Any) -> list[str]:
     return value if isinstance(value, list) else [word.strip() for word in str(value).split(",") if word.strip()]
 
 
-def _most(value: Any) -> int:
-    return max(0, int(value))  # -1 is all, as 0 is here
-
-
 def _count(value: Any) -> int:
     if int(value) < 1:
         raise ValueError("use 1 or more")
     return int(value)
-
-
-def _above_0(value: Any) -> int | None:
-    return int(value) if int(value) > 0 else None
 
 
 def _pair(value: Any) -> list[float]:
@@ -42,184 +34,147 @@ def _pair(value: Any) -> list[float]:
     return [float(first), float(second)]
 
 
-_ESTIMATOR = (
-    "advantage_estimator",
-    _named(
-        reinforce_plus_plus="reinforce++",
-        reinforce_plus_plus_baseline="reinforce++_baseline",
-        grpo_passk="passk",
-        grpo_vectorized="grpo",
-        rloo_vectorized="rloo",
-    ),
+_ESTIMATOR = _named(
+    reinforce_plus_plus="reinforce++",
+    reinforce_plus_plus_baseline="reinforce++_baseline",
+    grpo_passk="passk",
+    grpo_vectorized="grpo",
+    rloo_vectorized="rloo",
 )
 _KL = _named(**{"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"})
-_ORDER = ("dataset_order", lambda value: "shuffled" if value else "as_is")
-_PICTURES = ("dataset_image_column", lambda name: None if name in ("image", "images") else name)  # found without a name
 _OPTIMIZER = _named(adamw_torch_fused="adamw_torch", adamw_bnb_8bit="adamw_8bit", paged_adamw_8bit="adamw_8bit")
+_MEAN = _named(token_mean="dapo", seq_mean_token_mean="grpo", seq_mean_token_sum_norm="dr_grpo")
 
-# The first key of several for one part counts.
-_TRL: dict[str, Rule] = {
-    "model": "model_name_or_path",
-    "model_name": "model_name_or_path",
-    "r": "lora_r",
-    "target_modules": ("lora_target_modules", _words),
-    "lora_target_modules": ("lora_target_modules", _words),
-    "load_in_4bit": ("quantization", lambda value: "4bit" if value else None),
-    "load_in_8bit": ("quantization", lambda value: "8bit" if value else None),
-    "dtype": "dtype",
-    "torch_dtype": "dtype",
-    "bf16": ("dtype", lambda value: "bfloat16" if value else "float32"),
-    "optim": ("optim", _OPTIMIZER),
-    "max_steps": ("_max_steps", int),
-    "num_train_epochs": ("_epochs", float),
-    "num_generations": ("num_generations", _count),
-    "warmup_steps": ("_warmup_steps", float),
-    "warmup_ratio": ("_warmup_share", float),
-    "per_device_train_batch_size": ("_sequences", _count),
-    "gradient_accumulation_steps": ("_accumulation", _count),
-    "steps_per_generation": ("_micro_steps", _count),  # of accumulation there, and updates here
-    "scale_rewards": ("scale_rewards", lambda value: {True: "group", False: "none"}.get(value, value)),
-    "shuffle_dataset": _ORDER,
-    "save_strategy": "_save_strategy",
-    "save_steps": "_save_steps",
-    "eval_strategy": "_eval_strategy",
-    "evaluation_strategy": "_eval_strategy",
-    "eval_steps": "_eval_steps",
-}
-_VERL: dict[str, Rule] = {
-    "data.train_files": "_train",
-    "data.val_files": "_held_out",
-    "data.prompt_key": "dataset_prompt_column",
-    "data.image_key": _PICTURES,
-    "data.max_prompt_length": "max_prompt_length",
-    "data.max_response_length": "max_completion_length",
-    "data.train_batch_size": ("_round", _count),
-    "data.shuffle": _ORDER,
-    "data.seed": "data_seed",
-    "data.apply_chat_template_kwargs": "chat_template_kwargs",
-    "actor_rollout_ref.model.path": "model_name_or_path",
-    "actor_rollout_ref.model.trust_remote_code": "trust_remote_code",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
-    "actor_rollout_ref.model.lora_rank": ("_rank", int),
-    "actor_rollout_ref.model.lora_alpha": ("_alpha", int),
-    "actor_rollout_ref.model.target_modules": ("_modules", _words),
-    "actor_rollout_ref.actor.freeze_vision_tower": "freeze_vision_tower",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": ("_mini_batch", _count),
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "micro_batch_tokens",
-    "actor_rollout_ref.actor.ppo_epochs": ("num_iterations", _count),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "sequence_parallel_size",
-    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "sequence_parallel_size",
-    "actor_rollout_ref.actor.clip_ratio_low": ("_low", float),
-    "actor_rollout_ref.actor.clip_ratio_high": ("_high", float),
-    "actor_rollout_ref.actor.clip_ratio": ("_low_and_high", float),
-    "actor_rollout_ref.actor.clip_ratio_c": ("_dual", float),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": ("_loss", _named(vanilla="")),
-    "actor_rollout_ref.actor.loss_agg_mode": (
-        "_mean",
-        _named(token_mean="dapo", seq_mean_token_mean="grpo", seq_mean_token_sum_norm="dr_grpo"),
+# A name without a dot is TRL's, the others are verl's and EasyR1's: those of actor_rollout_ref verl's alone, those of
+# worker EasyR1's alone. A star stands for either.
+_NAMES: dict[str | Rule, str] = {
+    "model_name_or_path": "model model_name actor_rollout_ref.model.path worker.actor.model.model_path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code worker.actor.model.trust_remote_code",
+    ("quantization", lambda value: "4bit" if value else None): "load_in_4bit",
+    ("quantization", lambda value: "8bit" if value else None): "load_in_8bit",
+    "dtype": "dtype torch_dtype",
+    ("dtype", lambda value: "bfloat16" if value else "float32"): "bf16",
+    "lora_r": "r",
+    ("lora_target_modules", _words): "target_modules lora_target_modules",
+    ("_rank", int): "actor_rollout_ref.model.lora_rank worker.actor.model.lora.rank",
+    ("_alpha", int): "actor_rollout_ref.model.lora_alpha worker.actor.model.lora.alpha",
+    ("_modules", _words): "actor_rollout_ref.model.target_modules worker.actor.model.lora.target_modules",
+    "freeze_vision_tower": "actor_rollout_ref.actor.freeze_vision_tower worker.actor.model.freeze_vision_tower",
+    "gradient_checkpointing": (
+        "actor_rollout_ref.model.enable_gradient_checkpointing worker.actor.model.enable_gradient_checkpointing"
     ),
-    "actor_rollout_ref.actor.grad_clip": "max_grad_norm",
-    "actor_rollout_ref.actor.optim.clip_grad": "max_grad_norm",
-    "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
-    "actor_rollout_ref.actor.use_kl_loss": ("_kl_in_loss", bool),
-    "actor_rollout_ref.actor.kl_loss_coef": ("_kl_loss_coef", float),
-    "actor_rollout_ref.actor.kl_loss_type": ("_kl_loss_type", _KL),
-    "actor_rollout_ref.actor.optim.lr": "learning_rate",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": ("_warmup_steps", float),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": ("_warmup_share", float),
-    "actor_rollout_ref.actor.optim.warmup_style": "_course",  # an older name
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": "_course",
-    "actor_rollout_ref.actor.optim.min_lr_ratio": ("_lowest_rate", float),
-    "actor_rollout_ref.actor.optim.num_cycles": ("_cycles", float),
-    "actor_rollout_ref.actor.optim.betas": ("_betas", _pair),
-    "actor_rollout_ref.actor.optim.weight_decay": "weight_decay",
-    "actor_rollout_ref.rollout.n": ("num_generations", _count),
-    "actor_rollout_ref.rollout.temperature": "temperature",
-    "algorithm.adv_estimator": _ESTIMATOR,
-    "algorithm.norm_adv_by_std_in_grpo": "_by_std",
-    "algorithm.use_kl_in_reward": ("_kl_in_reward", bool),
-    "algorithm.kl_penalty": ("_kl_penalty", _KL),
-    "algorithm.kl_ctrl.type": "_kl_control",
-    "algorithm.kl_ctrl.kl_coef": ("_kl_coef", float),
-    "algorithm.kl_ctrl.target_kl": ("_kl_target", float),
-    "custom_reward_function.path": "_reward_file",
-    "custom_reward_function.name": "_reward",
-    "reward.custom_reward_function.path": "_reward_file",
-    "reward.custom_reward_function.name": "_reward",
-    "trainer.total_training_steps": ("_max_steps", int),
-    "trainer.total_epochs": ("_epochs", float),
-    "trainer.save_freq": ("_save_freq", int),
-    "trainer.test_freq": ("_eval_freq", int),
-    "trainer.log_val_generations": "log_eval_completions",
-    "trainer.default_local_dir": "output_dir",
-    "trainer.max_actor_ckpt_to_keep": ("save_total_limit", _most),
+    "sequence_parallel_size": (
+        "worker.actor.ulysses_size *.actor.ulysses_sequence_parallel_size "  # the second is EasyR1's older name
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    ),
+    "_train": "data.train_files",
+    "_held_out": "data.val_files",
+    "dataset_prompt_column": "data.prompt_key",
+    "dataset_answer_column": "data.answer_key",
+    ("dataset_image_column", lambda name: None if name in ("image", "images") else name): "data.image_key",
+    ("dataset_order", lambda value: "shuffled" if value else "as_is"): "shuffle_dataset data.shuffle",
+    "data_seed": "data.seed",
+    "system_prompt": "data.system_prompt",
+    "chat_template_kwargs": "data.apply_chat_template_kwargs",
+    "max_prompt_length": "data.max_prompt_length",
+    "max_completion_length": "data.max_response_length",
+    ("max_pictures", lambda value: int(value) if int(value) > 0 else None): "worker.rollout.limit_images",
+    "_reward_file": "custom_reward_function.path reward.custom_reward_function.path",
+    "_reward": (
+        "custom_reward_function.name reward.custom_reward_function.name "
+        "worker.reward.reward_function worker.reward.score_function"  # the second is an older name
+    ),
+    ("num_generations", _count): "num_generations *.rollout.n",
+    "temperature": "*.rollout.temperature",
+    "seed": "worker.rollout.seed",
+    ("_sequences", _count): "per_device_train_batch_size",
+    ("_accumulation", _count): "gradient_accumulation_steps",
+    ("_micro_steps", _count): "steps_per_generation",  # of accumulation there, and updates here
+    ("_round", _count): "data.train_batch_size data.rollout_batch_size",
+    ("_mini_batch", _count): "actor_rollout_ref.actor.ppo_mini_batch_size worker.actor.global_batch_size",
+    ("num_iterations", _count): "*.actor.ppo_epochs",
+    "micro_batch_tokens": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    ("_max_steps", int): "max_steps trainer.total_training_steps trainer.max_steps",
+    ("_epochs", float): "num_train_epochs trainer.total_epochs trainer.total_episodes",  # the last is an older name
+    ("optim", _OPTIMIZER): "optim",
+    ("optim", lambda name: "adamw_torch" if name == "adamw" else None): "worker.actor.optim.strategy",
+    "learning_rate": "*.actor.optim.lr",
+    "weight_decay": "*.actor.optim.weight_decay",
+    ("_betas", _pair): "*.actor.optim.betas",
+    ("_warmup_steps", float): "warmup_steps *.actor.optim.lr_warmup_steps",
+    ("_warmup_share", float): (
+        "warmup_ratio actor_rollout_ref.actor.optim.lr_warmup_steps_ratio worker.actor.optim.lr_warmup_ratio"
+    ),
+    "_course": "actor_rollout_ref.actor.optim.warmup_style *.actor.optim.lr_scheduler_type",  # the first is older
+    ("_lowest_rate", float): "*.actor.optim.min_lr_ratio",
+    ("_cycles", float): "actor_rollout_ref.actor.optim.num_cycles",
+    "max_grad_norm": (
+        "actor_rollout_ref.actor.grad_clip actor_rollout_ref.actor.optim.clip_grad worker.actor.max_grad_norm"
+    ),
+    ("advantage_estimator", _ESTIMATOR): "algorithm.adv_estimator",
+    "_by_std": "algorithm.norm_adv_by_std_in_grpo",
+    ("scale_rewards", lambda value: {True: "group", False: "none"}.get(value, value)): "scale_rewards",
+    ("_loss", _named(vanilla="")): "actor_rollout_ref.actor.policy_loss.loss_mode",
+    ("_loss", _named(default="", gspo_token="gspo")): "worker.actor.loss_type",  # which have one gradient
+    ("_mean", _MEAN): "actor_rollout_ref.actor.loss_agg_mode",
+    ("_mean", _named(token="dapo", seq="grpo")): "worker.actor.loss_avg_mode",
+    ("_low", float): "*.actor.clip_ratio_low",
+    ("_high", float): "*.actor.clip_ratio_high",
+    ("_low_and_high", float): "actor_rollout_ref.actor.clip_ratio",
+    ("_dual", float): "actor_rollout_ref.actor.clip_ratio_c worker.actor.clip_ratio_dual",
+    "entropy_coef": "actor_rollout_ref.actor.entropy_coeff",
+    ("_no_kl", bool): "algorithm.disable_kl",
+    ("_kl_in_loss", bool): "actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_loss",
+    ("_kl_in_reward", bool): "algorithm.use_kl_in_reward",
+    ("_kl_loss_coef", float): "actor_rollout_ref.actor.kl_loss_coef",
+    ("_kl_loss_type", _KL): "actor_rollout_ref.actor.kl_loss_type",
+    ("_kl_coef", float): "algorithm.kl_ctrl.kl_coef algorithm.kl_coef",
+    ("_kl_penalty", _KL): "algorithm.kl_penalty",
+    "_kl_control": "algorithm.kl_ctrl.type algorithm.kl_type",
+    ("_kl_target", float): "algorithm.kl_ctrl.target_kl algorithm.kl_target",
+    "_eval_strategy": "eval_strategy evaluation_strategy",
+    "_eval_steps": "eval_steps",
+    ("_eval_freq", int): "trainer.test_freq trainer.val_freq",
+    "log_eval_completions": "trainer.log_val_generations trainer.val_generations_to_log",
+    "_save_strategy": "save_strategy",
+    "_save_steps": "save_steps",
+    ("_save_freq", int): "trainer.save_freq",
+    # -1 is all, as 0 is here
+    ("save_total_limit", lambda value: max(0, int(value))): "trainer.max_actor_ckpt_to_keep trainer.save_limit",
+    "output_dir": "trainer.default_local_dir trainer.save_checkpoint_path",
 }
-_EASYR1: dict[str, Rule] = {
-    **{name: rule for name, rule in _VERL.items() if name.startswith("data.")},
-    "data.answer_key": "dataset_answer_column",
-    "data.system_prompt": "system_prompt",
-    "data.rollout_batch_size": ("_round", _count),
-    "algorithm.adv_estimator": _ESTIMATOR,
-    "algorithm.disable_kl": ("_no_kl", bool),
-    "algorithm.use_kl_loss": ("_kl_in_loss", bool),
-    "algorithm.kl_penalty": ("_kl_penalty", _KL),
-    "algorithm.kl_coef": ("_kl_coef", float),
-    "algorithm.kl_type": "_kl_control",
-    "algorithm.kl_target": ("_kl_target", float),
-    "worker.actor.model.model_path": "model_name_or_path",
-    "worker.actor.model.trust_remote_code": "trust_remote_code",
-    "worker.actor.model.enable_gradient_checkpointing": "gradient_checkpointing",
-    "worker.actor.model.freeze_vision_tower": "freeze_vision_tower",
-    "worker.actor.model.lora.rank": ("_rank", int),
-    "worker.actor.model.lora.alpha": ("_alpha", int),
-    "worker.actor.model.lora.target_modules": ("_modules", _words),
-    "worker.actor.global_batch_size": ("_mini_batch", _count),
-    "worker.actor.ppo_epochs": ("num_iterations", _count),
-    "worker.actor.ulysses_size": "sequence_parallel_size",
-    "worker.actor.ulysses_sequence_parallel_size": "sequence_parallel_size",  # an older name
-    "worker.actor.max_grad_norm": "max_grad_norm",
-    "worker.actor.clip_ratio_low": ("_low", float),
-    "worker.actor.clip_ratio_high": ("_high", float),
-    "worker.actor.clip_ratio_dual": ("_dual", float),
-    "worker.actor.loss_type": ("_loss", _named(default="", gspo_token="gspo")),  # which have one gradient
-    "worker.actor.loss_avg_mode": ("_mean", _named(token="dapo", seq="grpo")),
-    "worker.actor.optim.lr": "learning_rate",
-    "worker.actor.optim.strategy": ("optim", lambda name: "adamw_torch" if name == "adamw" else None),
-    "worker.actor.optim.lr_warmup_steps": ("_warmup_steps", float),
-    "worker.actor.optim.lr_warmup_ratio": ("_warmup_share", float),
-    "worker.actor.optim.lr_scheduler_type": "_course",
-    "worker.actor.optim.min_lr_ratio": ("_lowest_rate", float),
-    "worker.actor.optim.betas": ("_betas", _pair),
-    "worker.actor.optim.weight_decay": "weight_decay",
-    "worker.reward.reward_function": "_reward",
-    "worker.reward.score_function": "_reward",  # an older name
-    "worker.rollout.n": ("num_generations", _count),
-    "worker.rollout.seed": "seed",
-    "worker.rollout.limit_images": ("max_pictures", _above_0),
-    "worker.rollout.temperature": "temperature",
-    "trainer.max_steps": ("_max_steps", int),
-    "trainer.total_epochs": ("_epochs", float),
-    "trainer.total_episodes": ("_epochs", float),  # an older name
-    "trainer.val_freq": ("_eval_freq", int),
-    "trainer.val_generations_to_log": "log_eval_completions",
-    "trainer.save_freq": ("_save_freq", int),
-    "trainer.save_limit": ("save_total_limit", _most),
-    "trainer.save_checkpoint_path": "output_dir",
-}
-_SIMPLE_GRPO: dict[str, Rule] = {
-    "model_path": "model_name_or_path",
-    "all_steps": ("_micro_batches", _count),
-    "gen_update_steps": ("_micro_steps", _count),
-    "num_pre_Q": ("num_generations", _count),
-    "clip_param": "epsilon",
-    "ref_server": ("ref_servers", lambda url: [url]),
-    "lr": "learning_rate",
+_SIMPLE_GRPO: dict[str | Rule, str] = {
+    "model_name_or_path": "model_path",
+    ("_micro_batches", _count): "all_steps",
+    ("_micro_steps", _count): "gen_update_steps",
+    ("num_generations", _count): "num_pre_Q",
+    "epsilon": "clip_param",
+    ("ref_servers", lambda url: [url]): "ref_server",
+    "learning_rate": "lr",
     "temperature": "temperature",
-    "max_tokens": "max_completion_length",
-    "gradient_accumulation_steps": ("_accumulation", _count),
-    "train_batch_size": ("_sequences", _count),
+    "max_completion_length": "max_tokens",
+    ("_accumulation", _count): "gradient_accumulation_steps",
+    ("_sequences", _count): "train_batch_size",
 }
-TABLES = {"trl": _TRL, "verl": _VERL, "easyr1": _EASYR1, "simple_grpo": _SIMPLE_GRPO}
+
+
+def _rules(names: dict[str | Rule, str]) -> dict[str, Rule]:
+    """Return the rule of each name. The first of several names for one part counts."""
+    pairs = [(rule if isinstance(rule, tuple) else (rule, None), theirs) for rule, theirs in names.items()]
+    return {name: rule for rule, theirs in pairs for name in theirs.split()}
+
+
+def _with_dots(star: str, other: str) -> dict[str, Rule]:
+    rules = {name: rule for name, rule in _rules(_NAMES).items() if "." in name and not name.startswith(other)}
+    return {name.replace("*", star): rule for name, rule in rules.items()}
+
+
+TABLES: dict[str, dict[str, Rule]] = {
+    "trl": {name: rule for name, rule in _rules(_NAMES).items() if "." not in name},
+    "verl": _with_dots(star="actor_rollout_ref", other="worker."),
+    "easyr1": _with_dots(star="worker", other="actor_rollout_ref."),
+    "simple_grpo": _rules(_SIMPLE_GRPO),
+}
 
 _OF_VERL = {
     "system_prompt": "",
@@ -240,5 +195,4 @@ DEFAULTS: dict[str, Settings] = {
     "easyr1": _OF_VERL,
     "simple_grpo": {"warmup_steps": 0},
 }
-MAPPINGS = {"data.apply_chat_template_kwargs"}  # settings whose entries a command may give one by one
 OTHER_MEANINGS = {"log_level"}  # names that TRL has for something else

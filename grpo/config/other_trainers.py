@@ -69,14 +69,11 @@ def _from_shell(text: str, trainer: str, path: Path, wanted: Collection[str]) ->
     commands = commands_of(text)
     words = [word for command in commands for word in command]
     own = _options(commands) if trainer == "trl" else _overrides(words)
-    base = own.pop("config", None) if trainer == "trl" else None
-    if trainer == "easyr1":
-        named = [_rest(word, "config=") for word in words if word.startswith("config=")]
-        base = named[-1] if named else None
-    elif trainer == "verl" and (name := _value_after("--config-name", words)):
-        folder = _value_after("--config-path", words) or "config"
-        base = _found(path, f"{folder}/{name.removesuffix('.yaml')}.yaml")
-        if base is None:  # one of verl's own, or not at hand
+    base = own.pop("config", None)
+    if trainer == "verl":
+        name, folder = _value_after("--config-name", words), _value_after("--config-path", words) or "config"
+        base = _found(path, f"{folder}/{name.removesuffix('.yaml')}.yaml") if name else None
+        if name and base is None:  # one of verl's own, or not at hand
             own["--config-name"] = name
     if base is None:
         return own, [path]
@@ -97,7 +94,7 @@ def _found(script: Path, name: str) -> Path | None:
 def _overrides(words: list[str]) -> Given:
     given: Given = {}
     for word in words:
-        if match := re.fullmatch(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", word, re.DOTALL):
+        if match := re.fullmatch(r"\+{0,2}(config|[A-Za-z_]\w*(?:\.\w+)+)=(.*)", word, re.DOTALL):
             given[match[1]] = _typed(_rest(word, word[: match.start(2)]))
         elif re.fullmatch(r"~\w+(\.\w+)+", word):  # Hydra's sign for a setting that is taken away
             given[word] = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.config.errors import ConfigError, one_line
 from grpo.config.instead import INSTEAD
-from grpo.config.other_names import TABLES, Rule, Settings
+from grpo.config.other_names import Rule, Settings
 from grpo.config.python_script import Unknown
 
 _TOLD_IF_OFF = {"filter_overlong_prompts", "val_before_train"}  # the hints of all others are for what is on
@@ -18,7 +18,6 @@ _HINTS = {
     **dict.fromkeys(("min_pixels", "max_pixels"), "it is for a model that reads pictures"),
     "shuffle": "",  # of the completions of a round; verl has the name for the prompts too
 }
-_SECRET = {"hub_token"}
 
 
 class OnlyTheScriptKnows(Exception):
@@ -28,22 +27,23 @@ class OnlyTheScriptKnows(Exception):
 class Parts:
     """What another trainer's file says, by our names; which pieces of settings were used, and what is lost."""
 
-    def __init__(self, trainer: str, path: Path, given: Settings):
+    def __init__(self, trainer: str, path: Path, given: Settings, table: dict[str, Rule]):
         self.trainer, self.path, self.given = trainer, path, given
         self.values: Settings = {}
         self.unknown: set[str] = set()  # parts whose values only the script knows
         self.used: set[str] = set()
         self.lost: dict[str, tuple[str, str]] = {}  # value and hint, by that trainer's name
-        self.names: dict[str, str] = {}  # that trainer's, by part
-        for name, rule in TABLES[trainer].items():
-            self.names.setdefault(rule if isinstance(rule, str) else rule[0], name)
+        self.names = {part: name for name, (part, _) in reversed(table.items())}  # that trainer's, by part
+        for name, rule in table.items():
+            if given.get(name) is not None:  # None is as if it were not given
+                self._add(name, rule)
+        for name in given.keys() - table.keys():
+            self.lose(name, given[name])
 
-    def add(self, name: str, rule: Rule) -> None:
+    def _add(self, name: str, rule: Rule) -> None:
         """Take a setting in. Raises ConfigError if its value is none that the trainer takes."""
-        part, convert = (rule, None) if isinstance(rule, str) else rule
+        part, convert = rule
         value = self.given[name]
-        if value is None:
-            return  # as if it were not given
         if isinstance(value, Unknown):
             self.unknown.add(part)
             self.lose(name, value, "only the script knows it: write its value")
@@ -76,7 +76,7 @@ class Parts:
             is_on = value not in (None, False, "", [], {})
             hints = [text for step in steps if (text := (_HINTS | INSTEAD).get(step))]
             hint = hints[0] if hints and is_on != (last in _TOLD_IF_OFF) else ""
-        text = "(hidden)" if name in _SECRET else one_line(value, None) or "''"
+        text = "(hidden)" if name == "hub_token" else one_line(value, None) or "''"
         self.lost.setdefault(one_line(name, None), (text, hint))
 
     def lose_part(self, part: str, default: Any, hint: str) -> None:
@@ -91,7 +91,8 @@ class Parts:
                 self.lose_part(part, None, _UNUSED.get(part, "only the script knows what it goes with"))
 
 
-# Each of these makes the settings that go together, so that pieces that only the script knows leave no others out.
+# Each of these makes the settings that go together, so that pieces that only the script knows leave no others out. What
+# is None is not set.
 
 
 def _rounds_of_trl(parts: Parts) -> Settings:
@@ -103,17 +104,15 @@ def _rounds_of_trl(parts: Parts) -> Settings:
 def _rounds_of_sequences(parts: Parts, default: int | None = None) -> Settings:
     """Count prompts and updates where a batch counts completions, and steps are of accumulation."""
     passes = parts.take("_accumulation", 1)
-    settings = {}
-    if (sequences := parts.take("_sequences", default)) is not None:
-        settings["prompts_per_step"] = max(1, sequences * passes // parts.take("num_generations", 8))
+    sequences = parts.take("_sequences", default)
+    prompts = sequences and max(1, sequences * passes // parts.take("num_generations", 8))
     updates = parts.take("_micro_steps", passes) // passes
-    return settings | ({"steps_per_generation": updates} if updates > 1 else {})
+    return {"prompts_per_step": prompts, "steps_per_generation": updates if updates > 1 else None}
 
 
 def _length_of_simple_grpo(parts: Parts) -> Settings:
-    if not parts.has("_micro_batches"):
-        return {}
-    return {"max_steps": parts.take("_micro_batches") // parts.take("_accumulation", 1)}
+    batches = parts.take("_micro_batches")
+    return {"max_steps": batches and batches // parts.take("_accumulation", 1)}
 
 
 def _length(parts: Parts) -> Settings:
@@ -162,21 +161,20 @@ _BATCHES = {"verl": (1024, 256), "easyr1": (512, 256)}  # prompts of a round, an
 
 def _batch(parts: Parts) -> Settings:
     whole, batch = _BATCHES[parts.trainer]
-    if parts.has("_mini_batch"):
-        return {"prompts_per_step": parts.take("_mini_batch")}
-    return {"prompts_per_step": min(batch, parts.take("_round", whole))}
+    given = parts.take("_mini_batch")
+    return {"prompts_per_step": given or min(batch, parts.take("_round", whole))}
 
 
 def _rounds(parts: Parts) -> Settings:
     updates = parts.take("_round", _BATCHES[parts.trainer][0]) // _batch(parts)["prompts_per_step"]
-    return {"steps_per_generation": updates} if updates > 1 else {}
+    return {"steps_per_generation": updates if updates > 1 else None}
 
 
 def _in_updates(parts: Parts, steps: int) -> int:
     """Return a number of steps in updates: a step of verl's and EasyR1's is a round, of several. -1 is never."""
     if steps <= 0 or parts.trainer not in _BATCHES:
         return max(0, steps)
-    return steps * _rounds(parts).get("steps_per_generation", 1) * parts.take("num_iterations", 1)
+    return steps * (_rounds(parts)["steps_per_generation"] or 1) * parts.take("num_iterations", 1)
 
 
 def _saves(parts: Parts) -> Settings:
@@ -191,13 +189,12 @@ def _course(parts: Parts) -> Settings:
     course = parts.take("_course", "constant")
     if course != "cosine":
         return {"lr_scheduler_type": "constant_with_warmup" if course == "constant" else course}
-    arguments = {}
-    if lowest := parts.take("_lowest_rate", 0.0):
-        arguments["min_lr_rate"] = lowest
-    if (cycles := parts.take("_cycles", 0.5)) != 0.5:
+    lowest, cycles = parts.take("_lowest_rate", 0.0), parts.take("_cycles", 0.5)
+    arguments = {"min_lr_rate": lowest} if lowest else {}
+    if cycles != 0.5:
         arguments["num_cycles"] = cycles
     name = "cosine_with_min_lr" if lowest else "cosine"
-    return {"lr_scheduler_type": name} | ({"lr_scheduler_kwargs": arguments} if arguments else {})
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": arguments or None}
 
 
 def _betas(parts: Parts) -> Settings:
@@ -230,12 +227,12 @@ def _kl(parts: Parts) -> Settings:
     if in_loss or not settings["beta"]:
         return settings
     is_adaptive = parts.take("_kl_control", "fixed") == "adaptive"
-    return settings | {"kl_in_reward": True} | ({"kl_target": parts.take("_kl_target", 0.1)} if is_adaptive else {})
+    return settings | {"kl_in_reward": True, "kl_target": parts.take("_kl_target", 0.1) if is_adaptive else None}
 
 
 def _kl_term(parts: Parts, weight: str, estimator: str, default: str) -> Settings:
     beta = parts.take(weight, 0.001)
-    return {"beta": beta} | ({"kl_estimator": parts.take(estimator, default)} if beta else {})
+    return {"beta": beta, "kl_estimator": parts.take(estimator, default) if beta else None}
 
 
 def _advantages(parts: Parts) -> Settings:

@@ -91,18 +91,18 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
     return found
 
 
-# The calls of a TRL script that have settings: the names of what they take by position, and their own defaults.
+_LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# The calls of a TRL script that have settings: the names of what they take by position, and their own defaults, of
+# those for the model unsloth's.
 _CALLS: dict[str, tuple[list[str], Given]] = {
     "GRPOConfig": (["output_dir"], {}),
     "GRPOTrainer": (["model", "reward_funcs", "args", "train_dataset", "eval_dataset"], {}),
     "BitsAndBytesConfig": ([], {}),
     "LoraConfig": ([], {"use_peft": True, "r": 8, "lora_alpha": 8}),
-}
-_LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_CALLS_FOR_THE_MODEL: dict[str, tuple[list[str], Given]] = {
     "from_pretrained": (["model_name"], {}),
     "get_peft_model": ([], {"use_peft": True, "r": 16, "lora_alpha": 16, "target_modules": _LINEAR_LAYERS}),
-}  # their defaults are unsloth's
+}
+_FOR_THE_MODEL = {"from_pretrained", "get_peft_model"}
 _PARSERS = {"TrlParser", "HfArgumentParser"}
 
 
@@ -124,13 +124,11 @@ def trl_settings(path: Path, tree: ast.Module) -> Given:
             given["system_prompt"] = prompt
     for call in calls:
         name = _name_of(call)
-        positions, defaults = _CALLS.get(name, ([], {}))
-        if name in _CALLS_FOR_THE_MODEL and call in of_model:
-            positions, defaults = _CALLS_FOR_THE_MODEL[name]
-            if name == "from_pretrained" and ast.unparse(call.func).startswith("Fast"):
-                defaults = {"load_in_4bit": True}
-        elif name not in _CALLS:
+        if name not in _CALLS or (name in _FOR_THE_MODEL and call not in of_model):
             continue
+        positions, defaults = _CALLS[name]
+        if name == "from_pretrained" and ast.unparse(call.func).startswith("Fast"):
+            defaults = {"load_in_4bit": True}
         given |= defaults | _arguments(call, positions, names)
     configs = {name for node in assignments if _name_of(node.value) == "GRPOConfig" for name in _targets(node)}
     for node in assignments:
@@ -150,8 +148,9 @@ def trl_settings(path: Path, tree: ast.Module) -> Given:
 
 def _calls_for_the_model(calls: list[ast.Call], assignments: list[ast.Assign]) -> list[ast.expr]:
     """Return the calls that make what GRPOTrainer trains or, if that is not to be seen, any model."""
-    trained = {_first(call, "model") for call in calls if _name_of(call) == "GRPOTrainer"}
-    made = [node.value for node in assignments if _targets(node) & trained]
+    trained = [_arguments(call, ["model"], {}).get("model") for call in calls if _name_of(call) == "GRPOTrainer"]
+    names = {model for model in trained if isinstance(model, Unknown)}
+    made = [node.value for node in assignments if _targets(node) & names]
     made = made or [node.value for node in assignments if "Model" in ast.unparse(node.value).partition("(")[0]]
     return [call for call in made if _name_of(call) == "from_pretrained" or getattr(call, "keywords", [])]
 
@@ -174,12 +173,6 @@ def _name_of(call: ast.expr | None) -> str:
 
 def _targets(node: ast.Assign) -> set[str]:
     return {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-
-
-def _first(call: ast.Call, name: str) -> str:
-    """Return the expression of the first argument, also if its name is given."""
-    found = [each.value for each in call.keywords if each.arg == name] or call.args[:1]
-    return ast.unparse(found[0]) if found else ""
 
 
 def _arguments(call: ast.Call, positions: list[str], names: Mapping[str, ast.expr]) -> Given:

@@ -87,10 +87,8 @@ def _expanded(word: str, variables: MutableMapping[str, str]) -> str:
 
 def _computed(expression: str, variables: Mapping[str, str]) -> str:
     """Return the number of `$((a * 2))`, or the expression if it cannot be computed."""
-    values = {}
     try:
-        for name in set(re.findall(r"[A-Za-z_]\w*", expression)):
-            values[name] = ast.Constant(int(variables[name]))
+        values = {name: ast.Constant(int(variables[name])) for name in re.findall(r"[A-Za-z_]\w*", expression)}
         return str(evaluate(ast.parse(expression[3:-2].strip().replace("/", "//"), mode="eval").body, values))
     except (KeyError, ValueError, SyntaxError):
         return expression

@@ -12,7 +12,7 @@ import yaml
 from grpo.config.errors import ConfigError, one_line
 from grpo.config.fields import default_of, is_met
 from grpo.config.loss_settings import UNUSED_BOUNDS
-from grpo.config.other_names import DEFAULTS, MAPPINGS, OTHER_MEANINGS, TABLES, Settings
+from grpo.config.other_names import DEFAULTS, OTHER_MEANINGS, TABLES, Rule, Settings
 from grpo.config.other_trainers import read_settings
 from grpo.config.pieces import JOINS, OnlyTheScriptKnows, Parts
 from grpo.config.programs import LaunchConfig
@@ -30,24 +30,18 @@ def translate(trainer: str, path: Path) -> Translation:
     """Read another trainer's YAML, Python script or notebook, or shell command. Raises ConfigError if the file cannot
     be read, or has nothing of that trainer."""
     table = TABLES[trainer]
-    has_our_names = trainer in ("trl", "simple_grpo")
-    ours = {each.name for each in fields(LaunchConfig)} - OTHER_MEANINGS if has_our_names else set()
+    if trainer in ("trl", "simple_grpo"):  # which have names of ours
+        ours = {each.name for each in fields(LaunchConfig)} - OTHER_MEANINGS - table.keys()
+        table = table | {name: (name, None) for name in ours}
     try:
-        given, files = read_settings(trainer, path, {*table, *ours})
+        given, files = read_settings(trainer, path, table)
     except OSError as error:
         raise ConfigError(f"from='{path}': {error.strerror}: name the file of {trainer}'s settings") from error
     except ConfigError:
         raise
     except (SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"from='{path}': it cannot be read ({one_line(error)}): correct it") from error
-    parts = Parts(trainer, path, _gathered(given))
-    for name in [name for name in table if name in parts.given]:
-        parts.add(name, table[name])
-    for name in [name for name in parts.given if name not in table]:
-        if name in ours:
-            parts.add(name, name)
-        else:
-            parts.lose(name, parts.given[name])
+    parts = Parts(trainer, path, _gathered(given, table), table)
     if not parts.values and not parts.unknown:
         raise ConfigError(f"from='{path}': it has no setting of {trainer}: name another file")
     settings = {name: value for name, value in parts.values.items() if not name.startswith("_")}
@@ -55,7 +49,7 @@ def translate(trainer: str, path: Path) -> Translation:
     for join in JOINS[trainer]:
         used = set(parts.used)
         try:
-            settings |= join(parts)
+            settings |= {name: value for name, value in join(parts).items() if value is not None}
         except OnlyTheScriptKnows:
             parts.used = used  # those that nothing else uses are listed
     parts.lose_unused()
@@ -64,13 +58,13 @@ def translate(trainer: str, path: Path) -> Translation:
     return Translation(settings=in_order, lost=parts.lost, files=files)
 
 
-def _gathered(given: Settings) -> Settings:
+def _gathered(given: Settings, table: dict[str, Rule]) -> Settings:
     """Make one setting of the entries of a mapping, which a command gives one by one."""
     result: Settings = {}
     for name, value in given.items():
         mapping, _, entry = name.rpartition(".")
         entries = result.get(mapping, {})
-        if mapping in MAPPINGS and isinstance(entries, dict) and not isinstance(value, Unknown):
+        if mapping in table and isinstance(entries, dict) and not isinstance(value, Unknown):
             result[mapping] = {**entries, entry: value}
         else:
             result[name] = value
