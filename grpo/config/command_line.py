@@ -112,7 +112,7 @@ def parse_arguments(
             names = {name for name in settings if getattr(given, name) is not unset}
             saved = model_settings(parsed.model_name_or_path, set(settings), names)
             for name, value in saved.items():
-                _check_single(settings[name], value)
+                check_single(settings[name], value)
             parsed = parser.parse_args(_as_arguments(saved) + from_file + arguments)
         return config_class(**{name: getattr(parsed, name) for name in settings})
     except ConfigError as error:
@@ -288,11 +288,11 @@ def _yaml_arguments(path: Path, program_fields: dict[str, dataclasses.Field]) ->
             instead = {name: text for config in classes for name, text in getattr(config, "INSTEAD", {}).items()}
             raise ConfigError(f"{path}: {_no_such('field', unknown, known, instead)}")
     for name, value in settings.items():
-        _check_single(known[name], value, f"{path}: ")
+        check_single(known[name], value, f"{path}: ")
     return _as_arguments({name: value for name, value in settings.items() if name in program_fields})
 
 
-def _check_single(field: dataclasses.Field, value: Any, source: str = "") -> None:
+def check_single(field: dataclasses.Field, value: Any, source: str = "") -> None:
     """Raise ConfigError if a setting that takes no list or mapping gets one."""
     if isinstance(value, list | dict) and type(value).__name__ not in field.type:
         raise ConfigError(f"{source}{field.name}={value!r}: give a single value")

@@ -6,6 +6,7 @@ examples/config.yaml and simple_GRPO's grpo_vllm_one.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,12 @@ def _count(value: Any) -> int:
     if int(value) < 1:
         raise ValueError("use 1 or more")
     return int(value)
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError("use a finite number")
+    return number
 
 
 def _pair(value: Any) -> list[float]:
@@ -101,7 +108,7 @@ _NAMES: dict[str | Rule, str] = {
     "learning_rate": "*.actor.optim.lr",
     "weight_decay": "*.actor.optim.weight_decay",
     ("_betas", _pair): "*.actor.optim.betas",
-    ("_warmup_steps", float): "warmup_steps *.actor.optim.lr_warmup_steps",
+    ("_warmup_steps", _finite): "warmup_steps *.actor.optim.lr_warmup_steps",
     ("_warmup_share", float): (
         "warmup_ratio actor_rollout_ref.actor.optim.lr_warmup_steps_ratio worker.actor.optim.lr_warmup_ratio"
     ),

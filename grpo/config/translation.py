@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import yaml
 
+from grpo.config.command_line import check_single
 from grpo.config.errors import ConfigError, one_line
 from grpo.config.fields import default_of, is_met
 from grpo.config.loss_settings import UNUSED_BOUNDS
@@ -17,6 +18,8 @@ from grpo.config.other_trainers import read_settings
 from grpo.config.pieces import JOINS, OnlyTheScriptKnows, Parts
 from grpo.config.programs import LaunchConfig
 from grpo.config.python_script import Unknown
+
+FIELDS = {each.name: each for each in fields(LaunchConfig)}
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ def translate(trainer: str, path: Path) -> Translation:
     be read, or has nothing of that trainer."""
     table = TABLES[trainer]
     if trainer in ("trl", "simple_grpo"):  # which have names of ours
-        ours = {each.name for each in fields(LaunchConfig)} - OTHER_MEANINGS - table.keys()
+        ours = FIELDS.keys() - OTHER_MEANINGS - table.keys()
         table = table | {name: (name, None) for name in ours}
     try:
         given, files = read_settings(trainer, path, table)
@@ -52,9 +55,12 @@ def translate(trainer: str, path: Path) -> Translation:
             settings |= {name: value for name, value in join(parts).items() if value is not None}
         except OnlyTheScriptKnows:
             parts.used = used  # those that nothing else uses are listed
+    for name, value in settings.items():
+        if name != "dataset_name":  # a list of them becomes a file
+            check_single(FIELDS[name], value, f"from='{path}': ")
     parts.lose_unused()
     _drop_what_does_nothing(parts, settings)
-    in_order = {each.name: settings[each.name] for each in fields(LaunchConfig) if each.name in settings}
+    in_order = {name: settings[name] for name in FIELDS if name in settings}
     return Translation(settings=in_order, lost=parts.lost, files=files)
 
 
@@ -73,12 +79,11 @@ def _gathered(given: Settings, table: dict[str, Rule]) -> Settings:
 
 def _drop_what_does_nothing(parts: Parts, settings: Settings) -> None:
     """Take settings away that a launch would refuse, since they do nothing. List those that are given."""
-    ours = {each.name: each for each in fields(LaunchConfig)}
-    config = SimpleNamespace(**{name: default_of(each) for name, each in ours.items()} | settings)
+    config = SimpleNamespace(**{name: default_of(each) for name, each in FIELDS.items()} | settings)
     for name, value in list(settings.items()):
-        needs = ours[name].metadata["needs"]
+        needs = FIELDS[name].metadata["needs"]
         reason = ""
-        if needs and value != default_of(ours[name]) and not is_met(config, needs):
+        if needs and value != default_of(FIELDS[name]) and not is_met(config, needs):
             reason = f"it does nothing without {needs}"
         elif name in UNUSED_BOUNDS.get(settings.get("loss_type"), ()):
             reason = f"loss_type {settings['loss_type']} has no such clip"

@@ -625,6 +625,18 @@ REFUSED = {
         *("easyr1", {"run.sh": "python -m verl.trainer.main config=$CONFIG_OF_NOBODY trainer.max_steps=1"}),
         "from='run.sh': config=$CONFIG_OF_NOBODY: only the script knows that file: write its path",
     ),
+    "a mapping for a number": (
+        *("trl", {"theirs.yaml": "num_iterations: {first: 2}"}),
+        "from='theirs.yaml': num_iterations={'first': 2}: give a single value",
+    ),
+    "a list for a word": (
+        *("trl", {"theirs.yaml": "loss_type: [grpo, dapo]"}),
+        "from='theirs.yaml': loss_type=['grpo', 'dapo']: give a single value",
+    ),
+    "no end": (
+        *("verl", {"theirs.yaml": "actor_rollout_ref: {actor: {optim: {lr_warmup_steps: .inf}}}"}),
+        "from='theirs.yaml': actor_rollout_ref.actor.optim.lr_warmup_steps=inf: use a finite number: correct it",
+    ),
     "no number": (
         *("easyr1", {"theirs.yaml": "trainer: {max_steps: many}"}),
         "from='theirs.yaml': trainer.max_steps='many': invalid literal for int() with base 10: 'many': correct it",
