@@ -25,7 +25,7 @@ CPU_BLOCK = (1024, 4096)
 CUDA_BLOCK = (4096, 16384)
 BITS_KEPT = {torch.float32: 24, torch.bfloat16: 12, torch.float16: 12}
 """On a CPU, gradients leave out what all blocks together have of a token's probability below 2 to minus these."""
-FEW_ROWS = 256  # of them a CPU multiplies the weight by the rows up to twice as fast as the rows by the weight
+FEW_ROWS = 256  # of 16 bits: a CPU multiplies the weight by them up to twice as fast as them by the weight
 
 
 def token_logprobs(
@@ -359,7 +359,9 @@ def _places(targets: Tensor, block: slice, logits: Tensor) -> tuple[Tensor, Tens
 
 
 def _few_on_cpu(rows: Tensor) -> bool:
-    return rows.device.type == "cpu" and len(rows) < FEW_ROWS
+    # Not in float32, where the weight is read in place: the last bits would follow from its address, and a resumed run
+    # would have others.
+    return rows.device.type == "cpu" and len(rows) < FEW_ROWS and rows.dtype != torch.float32
 
 
 def _linear_fp32(rows: Tensor, weight: Tensor, out: Tensor | None = None, room: Tensor | None = None) -> Tensor:
@@ -375,7 +377,6 @@ def _linear_fp32(rows: Tensor, weight: Tensor, out: Tensor | None = None, room: 
         room = room[: weight.numel()]
         as_it_lies = room.view(weight.shape) if weight.is_contiguous() else room.view(weight.shape[::-1]).t()
         weight = as_it_lies.copy_(weight)
-    rows, weight = rows.float(), weight.float()
     if _few_on_cpu(rows):
-        return torch.mm(weight, rows.t(), out=None if out is None else out.view(shape[::-1])).t()
-    return torch.mm(rows, weight.t(), out=None if out is None else out.view(shape))
+        return torch.mm(weight.float(), rows.float().t(), out=None if out is None else out.view(shape[::-1])).t()
+    return torch.mm(rows.float(), weight.float().t(), out=None if out is None else out.view(shape))
