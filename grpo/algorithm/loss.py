@@ -42,6 +42,7 @@ def grpo_loss(
         entropy=entropy,
         sampler_weights=sampler_weights,
         lengths=tokens.lengths,
+        completion_lengths=tokens.lengths if tokens.completion_lengths is None else tokens.completion_lengths,
         step=step,
         max_completion_length=max_completion_length,
     )

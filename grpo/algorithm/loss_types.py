@@ -33,7 +33,7 @@ LOG_RATIO_LIMIT = 20.0
 class StepSize:
     """The size of a whole optimizer step, over all micro-batches and ranks."""
 
-    sequences: int
+    sequences: int  # of which means are taken: with branch_weighting tokens an agent's episode is one, else each branch
     tokens: int  # completion tokens of these sequences
     high_entropy_tokens: int | None = None
     """tokens in the policy term and the entropy bonus, if top_entropy_quantile is below 1; None: all"""
@@ -63,6 +63,8 @@ class Tokens(_OfSequences):
     advantages: torch.Tensor  # [S] advantage of each sequence
     logprobs: torch.Tensor  # [T] log-probs of the policy, with gradient
     entropy: torch.Tensor  # [T] entropy of the policy in nats, with gradient if the entropy bonus needs it
+    completion_lengths: torch.Tensor | None = None
+    """int64 [S] tokens of all branches of each branch's episode; None: each sequence counts by itself"""
     old_logprobs: torch.Tensor | None = None
     """[T] log-probs of the policy before the first update on these tokens; None: it is the current policy"""
     ref_logprobs: torch.Tensor | None = None  # [T] log-probs of the reference; None leaves out the KL
@@ -97,6 +99,9 @@ class LossInputs(_OfSequences):
     sampler_weights: torch.Tensor | None
     """[T] correction for another sampler (importance_sampling_mode), by which the policy term is multiplied later"""
     lengths: torch.Tensor  # int64 [S] tokens of each sequence, may be 0
+    completion_lengths: torch.Tensor
+    """int64 [S] tokens over which a sequence's mean is taken: `lengths`, but with branch_weighting tokens those of all
+    branches of its episode"""
     step: StepSize
     max_completion_length: int
 
@@ -168,7 +173,7 @@ def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSectio
 def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:
     """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens. An empty
     completion adds 0, and counts as a sequence."""
-    shares = 1.0 / (inputs.lengths.clamp(min=1) * max(inputs.step.sequences, 1))
+    shares = 1.0 / (inputs.completion_lengths.clamp(min=1) * max(inputs.step.sequences, 1))
     return inputs.to_tokens(shares.float())
 
 

@@ -30,6 +30,9 @@ class LossSection(Section):
         "function as path/to/file.py:function",
         common=True,
     )
+    branch_weighting: Literal["tokens", "branches"] = option(
+        "tokens", "whether a mean over sequences counts an agent's episode as one, or each of its branches"
+    )
     importance_sampling_level: Literal["token", "sequence"] = option("token", "ratio of each token, or sequence (GSPO)")
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
     epsilon_high: float | None = option(

@@ -29,10 +29,22 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branch:
+    """One sequence of an agent's episode. A token that several branches share is trained on in one of them."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]  # all that follows, from the first id that is trained on here
+    sampling_logprobs: list[float]  # as a rollout's: of each of completion_ids, NaN where it is not trained on here
+    drawn: list[bool]  # True for each of completion_ids that is trained on here
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
 
-    completion_ids: list[int]  # the tokens that the sampler drew, its eos included, and between them those of answers
+    completion_ids: list[int]
+    """the tokens that the sampler drew, its eos included, and between them those of answers; of an agent's episode all
+    that were drawn, and no others"""
     finished: bool  # False if it was cut at max_completion_length, before an eos; with answers the outcome's
     text: str  # the drawn text without special tokens; segments are joined by line ends
     sampling_logprobs: list[float]
@@ -42,6 +54,9 @@ class Rollout:
     """the number of updates of the policy that drew the first token; in_flight_weight_updates may draw others later"""
     drawn: list[bool] | None = None  # True for each id that was drawn and is trained on, not an answer's; None: all are
     outcome: Outcome | None = None  # how a completion with tools or an environment ended; None without them
+    branches: list[Branch] | None = None
+    """the sequences of an agent's episode that are trained on, perhaps none; None: the completion, after its example's
+    prompt, is the one sequence"""
 
     @property
     def drawn_tokens(self) -> int:
@@ -49,9 +64,18 @@ class Rollout:
         return len(self.completion_ids) if self.drawn is None else sum(self.drawn)
 
     @property
+    def answer_tokens(self) -> int:
+        """the number of tokens that follow a prompt and are not trained on; those that branches share count in each"""
+        if self.branches is None:
+            return len(self.completion_ids) - self.drawn_tokens
+        return sum(len(branch.drawn) - sum(branch.drawn) for branch in self.branches)
+
+    @property
     def turns(self) -> int:
         """the number of segments that the sampler drew, with an answer between each two"""
-        return sum(is_drawn for is_drawn, _ in cut_segments(self.completion_ids, self.drawn))
+        sequences = [self] if self.branches is None else self.branches
+        segments = [segment for each in sequences for segment in cut_segments(each.completion_ids, each.drawn)]
+        return sum(is_drawn for is_drawn, _ in segments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,25 +97,37 @@ class Group:
 
 @dataclass(kw_only=True)
 class Sample:
-    """One completion with all that the loss needs. Its log-probs are those of the T tokens that the policy drew, which
-    the update trains on: all but the tokens of answers."""
+    """One completion, or a branch of an episode, with all that the loss needs. Its log-probs are those of the T tokens
+    that the policy drew, which the update trains on: all but the tokens of answers."""
 
     prompt_ids: list[int] | PicturedPrompt
     completion_ids: list[int]
-    finished: bool  # False if the completion was cut at max_completion_length
+    finished: bool  # False if the completion was cut at max_completion_length; of a branch its episode's, as advantage
     advantage: float = 0.0
     ref_logprobs: np.ndarray | None = None  # the reference's float32 [T]; None before its answer, or without a KL
     sampling_logprobs: np.ndarray | None = None  # float32 [T], NaN where unknown
     old_logprobs: np.ndarray | None = None
     """float32 [T] of the policy as the sample's round began, not always the one that drew it; None: it is the same"""
     group_id: int = -1  # the id of its group; -1 without a group
-    place: int = -1  # its place among the group's completions that are trained on, from 0
+    place: int = -1  # its place, or its episode's, among the group's completions that are trained on, from 0
     drawn: np.ndarray | None = None  # bool [len(completion_ids)], False for the tokens of answers; None: all are drawn
+    branch: int | None = None  # its place among the branches of its episode, from 0; None: it is a whole completion
+    tokens_of_episode: int | None = None  # T of all branches of its episode; None: it is a whole completion
 
     @property
     def tokens(self) -> int:
         """T, the number of tokens that the policy drew"""
         return len(self.completion_ids) if self.drawn is None else int(self.drawn.sum())
+
+    @property
+    def completion_tokens(self) -> int:
+        """T of all branches of its episode, or its own"""
+        return self.tokens if self.tokens_of_episode is None else self.tokens_of_episode
+
+    @property
+    def is_first(self) -> bool:
+        """whether it is a whole completion, or the first branch of an episode: these count completions"""
+        return not self.branch
 
     def of_drawn(self, values: np.ndarray) -> np.ndarray:
         """Return those of [len(completion_ids)] values that belong to tokens that the policy drew: [T]."""
@@ -113,26 +149,29 @@ class StepBatch:
     by_function: Tensor  # float64 [functions, groups, drawn completions], NaN if a function does not apply
     rewards: Tensor  # float64 [groups, drawn completions], the weighted sum over functions
     signal: Tensor  # bool [groups], True if the group's completions teach something
-    samples: list[Sample]  # groups x num_generations samples, group after group
+    samples: list[Sample]  # group after group: one of each completion that is trained on, or one of each branch
 
     def cut(self, start: int, end: int) -> StepBatch:
         """Return the batch of the groups from `start` up to `end`."""
-        copies = len(self.samples) // len(self.groups)
-        groups, by_function, samples = self.groups[start:end], self.by_function[:, start:end], self.samples
-        samples = samples[start * copies : end * copies]
+        groups = self.groups[start:end]
+        ids = {group.id for group in groups}
         return StepBatch(
             groups=groups,
-            by_function=by_function,
+            by_function=self.by_function[:, start:end],
             rewards=self.rewards[start:end],
             signal=self.signal[start:end],
-            samples=samples,
+            samples=[sample for sample in self.samples if sample.group_id in ids],
         )
 
     def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what
-        these reward functions give it; pictures are bytes, for grpo/run/run_folder.py."""
-        samples = iter(self.samples)
-        advantages = [{place: next(samples).advantage for place in group.trained} for group in self.groups]
+        these reward functions give it; pictures are bytes, for grpo/run/run_folder.py. The advantage of a completion
+        without a sample is None."""
+        by_sample = {(sample.group_id, sample.place): sample.advantage for sample in self.samples}
+        advantages = [
+            {column: by_sample.get((group.id, place)) for place, column in enumerate(group.trained)}
+            for group in self.groups
+        ]
         return [
             {
                 "prompt": group.example.prompt,

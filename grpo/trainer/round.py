@@ -8,6 +8,7 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,15 +21,16 @@ from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig
 from grpo.data.adaptive import AdaptiveStream
 from grpo.data.prompts import PromptStream
-from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
+from grpo.data.records import Branch, Example, Group, Rollout, Sample, StepBatch
 from grpo.model.lora import LocalReference
-from grpo.model.packing import Batcher
+from grpo.model.packing import Batcher, Ids
 from grpo.rewards.functions import Logged, TrainerState
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.sampler import Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together
-from grpo.trainer.step import ReferenceRequests, policy_logprobs, split_masked, wait_together
+from grpo.trainer.step import ReferenceRequests, futures_of, policy_logprobs, split_masked, wait_together
+from grpo.wire.picture_files import key_of
 
 
 @dataclass(kw_only=True)
@@ -78,9 +80,8 @@ class Rounds:
             if self.client is not None:
                 self._ask(groups)
 
-        samples = [sample for group in groups for sample in make_samples(group)]
-        size = share * config.num_generations
-        samples_by_step = [samples[begin : begin + size] for begin in range(0, len(samples), size)]
+        by_group = [make_samples(group) for group in groups]
+        samples_by_step = [[*chain(*by_group[begin : begin + share])] for begin in range(0, len(groups), share)]
         # The first step gets its old log-probs from its own forward pass: only the others are computed here.
         if scored := samples_by_step if config.kl_in_reward else samples_by_step[1:]:
             with clock("old_logprobs"):
@@ -91,26 +92,45 @@ class Rounds:
                 for sample, logprobs in self._score(samples_by_step):
                     sample.ref_logprobs = logprobs
 
-        penalty = torch.zeros(len(samples), dtype=torch.float64)
-        if config.kl_in_reward:
-            penalty = beta * self._kl(samples)
-        penalty = penalty.view(len(groups), -1)
-        lengths = torch.tensor([sample.tokens for sample in samples]).view(len(groups), -1)
+        compared = self._compare(by_group, compared_rewards, greedy, beta)
+        whole = StepBatch(
+            groups=groups,
+            by_function=by_function,
+            rewards=total_rewards(by_function, self._weights),
+            signal=compared.ne(0).any(dim=1),
+            samples=[*chain(*by_group)],
+        )
+        return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
+
+    def _compare(
+        self, by_group: list[list[Sample]], rewards: torch.Tensor, greedy: torch.Tensor, beta: float
+    ) -> torch.Tensor:
+        """Put the advantages into the samples of each group, and return them: float64 [groups, completions]. Rewards
+        are float64 [functions, groups, completions], greedy ones [functions, groups]."""
+        config, samples, count = self.config, [*chain(*by_group)], rewards.shape[2]
+        # The branches of an episode are one completion.
+        cells = [row * count + sample.place for row, of_group in enumerate(by_group) for sample in of_group]
+
+        def by_completion(values: list, dtype: torch.dtype) -> torch.Tensor:
+            total = torch.zeros(len(by_group) * count, dtype=dtype)
+            total.index_add_(0, torch.tensor(cells, dtype=torch.int64), torch.tensor(values, dtype=dtype))
+            return total.view(len(by_group), count)
+
+        kl = self._kl(samples) if config.kl_in_reward else [0.0] * len(samples)
+        penalty = beta * by_completion(kl, torch.float64)
+        lengths = by_completion([sample.tokens for sample in samples], torch.int64)
         # Some ways to compare look at the rewards of all ranks.
-        by_rank = zip(*gather((compared_rewards, greedy, penalty, lengths)), strict=True)
+        by_rank = zip(*gather((rewards, greedy, penalty, lengths)), strict=True)
         of_all = [torch.cat(parts, dim) for parts, dim in zip(by_rank, (1, 1, 0, 0), strict=True)]
         all_rewards, all_greedy, all_penalties, all_lengths = of_all
         compared = advantages(
             all_rewards, self._weights, config, penalty=all_penalties, lengths=all_lengths, greedy=all_greedy
         )
-        share_of_rank = compared[self._rank * len(groups) : (self._rank + 1) * len(groups)]
-        for sample, advantage in zip(samples, share_of_rank.flatten().tolist(), strict=True):
-            sample.advantage = advantage
-
-        signal = share_of_rank.ne(0).any(dim=1)
-        rewards = total_rewards(by_function, self._weights)
-        whole = StepBatch(groups=groups, by_function=by_function, rewards=rewards, signal=signal, samples=samples)
-        return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
+        share_of_rank = compared[self._rank * len(by_group) : (self._rank + 1) * len(by_group)]
+        of_completions = share_of_rank.flatten().tolist()
+        for sample, cell in zip(samples, cells, strict=True):
+            sample.advantage = of_completions[cell]
+        return share_of_rank
 
     def ask_again(self, batches: list[StepBatch]) -> None:
         """Ask the reference about the groups of a resumed run's batches that had no answer when the run was saved."""
@@ -119,11 +139,22 @@ class Rounds:
             self._ask([group for group in batch.groups if group.id in unanswered])
 
     def _ask(self, groups: list[Group]) -> None:
+        """Ask the reference about groups: about all sequences of a group with one prompt together."""
+        by_group = [_by_prompt(make_samples(group)) for group in groups]
         asked = [
-            (f"group {group.id}", group.example.prompt_ids, [each.completion_ids for each in group.trained.values()])
-            for group in groups
+            (f"group {group.id}", of_prompt[0].prompt_ids, [sample.completion_ids for sample in of_prompt])
+            for group, prompts in zip(groups, by_group, strict=True)
+            for of_prompt in prompts
         ]
-        self.requests |= zip((group.id for group in groups), self.client.request_groups(asked), strict=True)
+        futures = iter(self.client.request_groups(asked))
+        for group, prompts in zip(groups, by_group, strict=True):
+            if all(rollout.branches is None for rollout in group.trained.values()):
+                self.requests[group.id] = next(futures)  # they have one prompt
+                continue
+            self.requests[group.id] = answers = {}
+            for of_prompt in prompts:
+                answer = next(futures)
+                answers |= {(sample.place, sample.branch): (answer, row) for row, sample in enumerate(of_prompt)}
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
         """Draw a group for each example. Ask the reference about groups as they end, together in one request."""
@@ -184,7 +215,7 @@ class Rounds:
             replaced += on_all_ranks
             ids = [groups[row].id for row in rows]
             for group_id in ids:
-                if (request := self.requests.pop(group_id, None)) is not None:
+                for request in futures_of(self.requests.pop(group_id, {})):
                     request.cancel()
             with fail_together(), self.weights_to_draw():
                 with self._clock("generate"):
@@ -207,24 +238,43 @@ class Rounds:
                 logprobs, _ = policy_logprobs(self.model, rows, self.config, self.batcher)
                 yield from zip(rows, logprobs, strict=True)
 
-    def _kl(self, samples: list[Sample]) -> torch.Tensor:
-        """Return the KL of each completion: float64 [samples]. Raises ServersLost on every rank without an answer."""
+    def _kl(self, samples: list[Sample]) -> list[float]:
+        """Return the KL of each sample. Raises ServersLost on every rank without an answer."""
         with self._clock("wait_ref"):
             wait_together(samples, self.requests)
-        return torch.stack([summed_kl(sample, self.config.kl_estimator) for sample in samples])
+        return [summed_kl(sample, self.config.kl_estimator).item() for sample in samples]
 
 
 def make_samples(group: Group) -> list[Sample]:
+    """Make a sample of each completion that is trained on; of an agent's episode one of each branch."""
     samples = []
     for place, rollout in enumerate(group.trained.values()):
-        sample = Sample(
-            prompt_ids=group.example.prompt_ids, completion_ids=rollout.completion_ids, finished=rollout.finished
-        )
-        sample.group_id, sample.place = group.id, place
-        sample.drawn = None if rollout.drawn is None else np.asarray(rollout.drawn, bool)
-        sample.sampling_logprobs = sample.of_drawn(np.asarray(rollout.sampling_logprobs, np.float32))
-        samples.append(sample)
+        if rollout.branches is None:
+            made = [_make_sample(group.example.prompt_ids, rollout, rollout.finished)]
+        else:
+            made = [_make_sample(branch.prompt_ids, branch, rollout.finished) for branch in rollout.branches]
+            tokens = sum(sample.tokens for sample in made)
+            for number, sample in enumerate(made):
+                sample.branch, sample.tokens_of_episode = number, tokens
+        for sample in made:
+            sample.group_id, sample.place = group.id, place
+        samples += made
     return samples
+
+
+def _make_sample(prompt_ids: Ids, sequence: Rollout | Branch, finished: bool) -> Sample:
+    sample = Sample(prompt_ids=prompt_ids, completion_ids=sequence.completion_ids, finished=finished)
+    sample.drawn = None if sequence.drawn is None else np.asarray(sequence.drawn, bool)
+    sample.sampling_logprobs = sample.of_drawn(np.asarray(sequence.sampling_logprobs, np.float32))
+    return sample
+
+
+def _by_prompt(samples: list[Sample]) -> list[list[Sample]]:
+    """Group the samples of equal prompts, in order of first appearance."""
+    groups: dict[bytes, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(key_of(sample.prompt_ids), []).append(sample)
+    return [*groups.values()]
 
 
 def summed_kl(sample: Sample, estimator: str) -> torch.Tensor:

@@ -26,8 +26,10 @@ from grpo.run.metrics import PhaseClock, Stats, add_stats
 from grpo.wire.picture_files import pictures_of
 
 DRIFT = "drift/"  # before a group's id: each token's distance of the sampler's log-prob from the policy's
-ReferenceRequests = dict[int, Future[list[np.ndarray]]]
-"""The requests to the reference servers, by group id. An answer has the float32 log-probs of each completion."""
+Answer = Future[list[np.ndarray]]  # the float32 log-probs of each completion of a prompt
+AnswersOfBranches = dict[tuple[int, int | None], tuple[Answer, int]]  # by Sample.place and .branch, with its row there
+ReferenceRequests = dict[int, Answer | AnswersOfBranches]
+"""The requests to the reference servers, by group id. A group of episodes has one for each prompt of its branches."""
 
 
 def update(
@@ -56,7 +58,7 @@ def update(
     high_entropy = _high_entropy(engine.module, samples, config, batcher, clock)
     samples, _ = _of_row_ranks(samples, batcher)
     micro_batches = batcher.cut(_sequences(samples), config.micro_batch_tokens)
-    size = _whole_step(samples, high_entropy, batcher, engine.module.device)
+    size = _whole_step(samples, high_entropy, batcher, config, engine.module.device)
     if size.tokens == 0:
         return {}  # zero gradients would still let AdamW's momentum and weight decay move the weights
     micro_batches = _as_many_on_every_rank(micro_batches)
@@ -152,7 +154,9 @@ class _Step:
         model, temperature, device = self.engine.module, self.config.temperature, self.engine.module.device
         batch, routers = _make(rows, self.batcher, device), None
         # Copies to a card wait for what it has to do: before the forward pass, all but the reference's answers.
-        lengths = torch.tensor([sample.tokens for sample in rows], device=device)
+        lengths, of_completions = torch.tensor([sample.tokens for sample in rows], device=device), None
+        if self.config.branch_weighting == "tokens" and any(sample.branch is not None for sample in rows):
+            of_completions = torch.tensor([sample.completion_tokens for sample in rows], device=device)
         advantages = torch.tensor([sample.advantage for sample in rows], device=device)
         old_logprobs = _joined([sample.old_logprobs for sample in rows], device)
         sampling_logprobs = _joined([sample.sampling_logprobs for sample in rows], device)
@@ -164,6 +168,7 @@ class _Step:
         reference = _joined(self._reference(rows), device)
         tokens = Tokens(
             lengths=lengths,
+            completion_lengths=of_completions,
             advantages=advantages,
             logprobs=logprobs,
             entropy=entropy,
@@ -209,7 +214,14 @@ def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -
     tokens of answers. Raises ServerError if a request failed; its samples stay as they are."""
     for sample in samples:
         if sample.ref_logprobs is None:
-            sample.ref_logprobs = sample.of_drawn(requests[sample.group_id].result()[sample.place])
+            asked = requests[sample.group_id]
+            answer, row = asked[sample.place, sample.branch] if isinstance(asked, dict) else (asked, sample.place)
+            sample.ref_logprobs = sample.of_drawn(answer.result()[row])
+
+
+def futures_of(asked: Answer | AnswersOfBranches) -> list[Answer]:
+    """Return the requests for a group."""
+    return [answer for answer, _ in asked.values()] if isinstance(asked, dict) else [asked]
 
 
 def wait_together(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
@@ -323,12 +335,17 @@ def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
 
 
 def _whole_step(
-    samples: Sequence[Sample], high_entropy: list[np.ndarray] | None, batcher: Batcher, device: torch.device
+    samples: Sequence[Sample],
+    high_entropy: list[np.ndarray] | None,
+    batcher: Batcher,
+    config: LossSection,
+    device: torch.device,
 ) -> StepSize:
     """Return the step's size over all ranks."""
+    sequences = sum(sample.is_first or config.branch_weighting == "branches" for sample in samples)
     tokens = sum(sample.tokens for sample in samples)
     high = tokens if high_entropy is None else sum(int(marks.sum()) for marks in high_entropy)
-    sums = torch.tensor([len(samples), tokens, high], device=device)
+    sums = torch.tensor([sequences, tokens, high], device=device)
     dist.all_reduce(sums)
     if batcher.ranks is not None:
         sums //= batcher.ranks.size  # they have the same samples

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef
-from grpo.data.records import Rollout, StepBatch
+from grpo.data.records import Example, Rollout, StepBatch
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats, step_metrics
 from grpo.run.recorder import BAD_STEPS
@@ -53,7 +53,8 @@ def step_result(
     is_applied = masked or run.engine.was_step_applied()
     rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
     completions = everyone["completions/mean_length"].count
-    fault = _fault(run, completions, masked=masked, applied=is_applied, rewarded=rewarded)
+    drew = everyone["completions/mean_length"].total > 0
+    fault = _fault(run, completions, drew=drew, masked=masked, applied=is_applied, rewarded=rewarded)
     learns, config, progress = is_applied and not masked, run.config, run.progress
     if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
         progress.num_tokens += int(everyone["tokens"].total)
@@ -77,7 +78,12 @@ def step_result(
     return StepResult(metrics=metrics, applied=is_applied, fault=fault, drifts=drifts, clash=clash)
 
 
-def _fault(run: Run, completions: int, *, masked: bool, applied: bool, rewarded: bool) -> str:
+def _fault(run: Run, completions: int, *, drew: bool, masked: bool, applied: bool, rewarded: bool) -> str:
+    if masked and not (drew and run.config.mask_truncated_completions):
+        return (
+            f"does nothing: none of its {completions} completions has a token to train on: see what became of them in "
+            f"{run.folder / 'completions.jsonl'}"
+        )
     if masked:
         return (
             f"does nothing: all {completions} completions are cut at max_completion_length="
@@ -118,9 +124,13 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
         **_by_source(batch, by_name),
         **stats_of_completions(rollouts),
         "tokens:none": [
-            len(group.example.prompt_ids) + rollout.drawn_tokens for group in batch.groups for rollout in group.rollouts
+            _prompt_tokens(group.example, rollout) + rollout.drawn_tokens
+            for group in batch.groups
+            for rollout in group.rollouts
         ],
-        "trained_on:none": [sample.tokens for sample in split_masked(batch.samples, run.config)[0]],
+        "trained_on:none": [
+            sample.completion_tokens for sample in split_masked(batch.samples, run.config)[0] if sample.is_first
+        ],
         "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
         **clock.seconds,
         # The fullest card is the one that fails.
@@ -128,6 +138,13 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
         "step_time": clock.total(),
         **logged,
     }
+
+
+def _prompt_tokens(example: Example, rollout: Rollout) -> int:
+    """Return the tokens of a completion's prompt; of an episode those of its branches' prompts."""
+    if rollout.branches is None:
+        return len(example.prompt_ids)
+    return sum(len(branch.prompt_ids) for branch in rollout.branches)
 
 
 def _by_source(batch: StepBatch, by_name: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +207,7 @@ def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if outcomes := [rollout.outcome for rollout in rollouts if rollout.outcome is not None]:
         stats |= {
             "completions/mean_turns": [rollout.turns for rollout in rollouts],
-            "tools/mean_length": [len(rollout.completion_ids) - rollout.drawn_tokens for rollout in rollouts],
+            "tools/mean_length": [rollout.answer_tokens for rollout in rollouts],
             "tools/call_frequency": [outcome.tool_calls for outcome in outcomes],
             f"{_FAILURES}:none": [outcome.tool_failures for outcome in outcomes],
         }

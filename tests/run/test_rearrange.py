@@ -8,10 +8,11 @@ from altered_trainer import killed_at
 from rounding import FORMULA, assert_rounded
 from trainer_runs import finish, lines, reference, timeless, training, weights, went_on
 
-from grpo.data.records import StepBatch
+from grpo.data.records import Example, Group, Sample, StepBatch
 from grpo.run.checkpoints import share_anew
 
 KILLED = "grpo.run.checkpoints:Checkpoints.delete_old:before:"
+EXAMPLE = Example(index=0, prompt="p", prompt_ids=[1], columns={})
 
 
 @pytest.mark.slow
@@ -48,14 +49,19 @@ def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_fo
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
-    """Two steps of six groups of two completions, told apart by numbers."""
+    """Two steps of six groups of two completions, told apart by numbers, with any number of sequences."""
 
     def share_of(rank: int, of: int) -> list[StepBatch]:
         share, batches = 6 // of, []
         for step in range(2):
-            groups = [100 * step + rank * share + place for place in range(share)]
-            rewards = torch.tensor([[2.0 * group, 2.0 * group + 1] for group in groups])
-            samples = [2 * group + column for group in groups for column in range(2)]
+            numbers = [100 * step + rank * share + place for place in range(share)]
+            groups = [Group(id=number, example=EXAMPLE, rollouts=[]) for number in numbers]
+            rewards = torch.tensor([[2.0 * number, 2.0 * number + 1] for number in numbers])
+            samples = [
+                Sample(prompt_ids=[1], completion_ids=[row], finished=True, group_id=number)
+                for number in numbers
+                for row in range(number % 4)  # branches: of some groups none
+            ]
             batches.append(
                 StepBatch(
                     groups=groups,
