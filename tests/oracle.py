@@ -185,20 +185,50 @@ def terms(completion: Completion, settings, beta: float, at: Completion) -> list
     return result
 
 
+def divisors(episodes: Sequence[Sequence[Completion]], settings, max_completion_length: int) -> list[float]:
+    """Return by what the terms of each branch are divided, of one episode after the other.
+
+    A mean over sequences is one over all branches, or over those episodes that have any: their tokens together.
+    """
+    by_branch = settings.branch_weighting == "branches"
+    units = [[branch] for branches in episodes for branch in branches] if by_branch else [*filter(None, episodes)]
+    lengths = [sum(len(branch.logp) for branch in unit) for unit in units]
+    result = []
+    for unit, length in zip(units, lengths, strict=True):
+        if settings.loss_type in ("grpo", "sapo"):
+            divisor = max(length, 1) * len(units)
+        elif settings.loss_type == "dr_grpo":
+            divisor = max_completion_length * len(units)
+        else:
+            divisor = len(units) if settings.loss_type == "luspo" else sum(lengths)
+        result += [divisor] * len(unit)
+    return result
+
+
 def shares(
-    completion: Completion, step: Size, settings, beta: float, max_completion_length: int, at: Completion | None = None
+    completion: Completion,
+    step: Size,
+    settings,
+    beta: float,
+    max_completion_length: int,
+    at: Completion | None = None,
+    divisor: float | None = None,
 ) -> list[float]:
-    """Return what this sequence adds to the step's loss, term by term; the sum over all sequences is the loss."""
-    divisor = {
-        "grpo": max(len(completion.logp), 1) * step.sequences,
-        "sapo": max(len(completion.logp), 1) * step.sequences,
-        "bnpo": step.tokens,
-        "dapo": step.tokens,
-        "cispo": step.tokens,
-        "vespo": step.tokens,
-        "luspo": step.sequences,
-        "dr_grpo": step.sequences * max_completion_length,
-    }[settings.loss_type]
+    """Return what this sequence adds to the step's loss, term by term; the sum over all sequences is the loss. Without
+    a divisor each sequence counts by itself."""
+    divisor = (
+        divisor
+        or {
+            "grpo": max(len(completion.logp), 1) * step.sequences,
+            "sapo": max(len(completion.logp), 1) * step.sequences,
+            "bnpo": step.tokens,
+            "dapo": step.tokens,
+            "cispo": step.tokens,
+            "vespo": step.tokens,
+            "luspo": step.sequences,
+            "dr_grpo": step.sequences * max_completion_length,
+        }[settings.loss_type]
+    )
     result = [term / divisor for term in terms(completion, settings, beta, at or completion)]
     if settings.entropy_coef:
         acted_on = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens
@@ -216,7 +246,12 @@ def loss(completions: Sequence[Completion], settings, beta: float, max_completio
 
 
 def gradient(
-    completion: Completion, step: Size, settings, beta: float, max_completion_length: int
+    completion: Completion,
+    step: Size,
+    settings,
+    beta: float,
+    max_completion_length: int,
+    divisor: float | None = None,
 ) -> tuple[list[float], list[float]]:
     """Return the gradient of the step's loss by this sequence's log-probs and by its entropies."""
 
@@ -226,7 +261,7 @@ def gradient(
             moved = list(getattr(completion, field))
             moved[place] += shift
             moved = replace(completion, **{field: moved})
-            sides.append(shares(moved, step, settings, beta, max_completion_length, at=completion))
+            sides.append(shares(moved, step, settings, beta, max_completion_length, at=completion, divisor=divisor))
         # Term by term before the sum: next to a term of 1e8 a small slope would be lost.
         return math.fsum(up - down for up, down in zip(*sides, strict=True)) / (2 * STEP)
 

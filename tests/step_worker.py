@@ -6,15 +6,17 @@ same weights, with plain SGD, so that the change of the weights is the gradient.
 With a vision-language MODEL some prompts have pictures. CASES is a JSON list of {"options": [...], "shares": [...],
 "order": [...], "old": bool, "sampled": bool, "small_steps": [...]}: the trainer's options; how many sequences each rank
 has, and of all sequences which stands where; whether they come with old and the sampler's log-probs; learning rates of
-updates before the one looked at. In a case with "answers" the policy did not draw all tokens; one that is "padded"
-packs nothing. A case with "spoiled", a sequence and an advantage for it, begins with an update that must change
-nothing; so does one with "masked", of which every completion was cut.
+updates before the one looked at. In a case with "answers" the policy did not draw all tokens; one with "episodes" has
+branches of episodes in place of the sequences; one that is "padded" packs nothing. A case with "spoiled", a sequence
+and an advantage for it, begins with an update that must change nothing; so does one with "masked", of which every
+completion was cut.
 """
 
 import json
 import random
 import sys
 from dataclasses import replace
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from grpo.algorithm.advantages import group_advantages
 from grpo.config.command_line import parse_arguments
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.records import Sample
+from grpo.data.records import Branch, Example, Group, Rollout, Sample
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
@@ -40,6 +42,7 @@ from grpo.run.metrics import PhaseClock, Stats, add_stats
 from grpo.trainer import deepspeed_engine
 from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks, start_engine
 from grpo.trainer.policy import make_trainable
+from grpo.trainer.round import make_samples
 from grpo.trainer.step import update
 from grpo.wire.picture_files import PicturedPrompt
 
@@ -127,11 +130,69 @@ def drawn() -> list[np.ndarray]:
     return marked
 
 
+def episodes() -> list[Group]:
+    """Make groups of four episodes: a tree of three branches, one branch, none, two. A branch may begin with tokens
+    that are trained on in another one, in its prompt or behind it. One of the trees was cut."""
+    draw = random.Random(9)
+
+    def ids(most: int) -> list[int]:
+        return [draw.randint(5, 200) for _ in range(draw.randint(1, most))]
+
+    def branch(prompt: list[int], *parts: list[int], again: bool = False) -> Branch:
+        """Make a branch of segments that were drawn and answers in turn; the first segment may be trained elsewhere."""
+        marks = [[place % 2 == 0 and not (again and place == 0)] * len(part) for place, part in enumerate(parts)]
+        drawn, completion = [*chain(*marks)], [*chain(*parts)]
+        logprobs = [-draw.uniform(5.6, 7) if mark else float("nan") for mark in drawn]
+        return Branch(prompt_ids=prompt, completion_ids=completion, sampling_logprobs=logprobs, drawn=drawn)
+
+    groups = []
+    for number in range(3):
+        root, rollouts = ids(20), []
+        for count in (3, 1, 0, 2):
+            first, answer = ids(6), ids(5)
+            branches = [
+                branch(root, first, answer, ids(9)),
+                branch(root, first, ids(5), ids(3), again=True),
+                branch([*root, *first, *answer], ids(12)),
+            ][:count]
+            if count == 1:
+                branches = [branch(ids(8), ids(7), ids(4), ids(2))]
+            rollouts.append(
+                Rollout(
+                    completion_ids=[],
+                    finished=(number, count) != (1, 3),
+                    text="",
+                    sampling_logprobs=[],
+                    policy_version=0,
+                    branches=branches,
+                )
+            )
+        groups.append(
+            Group(id=number, example=Example(index=0, prompt="", prompt_ids=[1], columns={}), rollouts=rollouts)
+        )
+    return groups
+
+
+def branch_samples() -> list[Sample]:
+    """Make the samples of the episodes, with an advantage of each episode, and old and the reference's log-probs."""
+    draw = random.Random(4)
+    advantages = [[draw.gauss(0, 1) for _ in group.rollouts] for group in episodes()]
+    samples = [sample for group in episodes() for sample in make_samples(group)]
+    for sample in samples:
+        sample.advantage = advantages[sample.group_id][sample.place]
+        sample.old_logprobs, sample.ref_logprobs = (
+            np.float32([-draw.uniform(low, 7) for _ in range(sample.tokens)]) for low in (5.6, 3)
+        )
+    return samples
+
+
 def own_share(case: dict, config: TrainerConfig, rank: int, processor: PictureProcessor | None = None) -> list[Sample]:
     advantages = group_advantages(torch.tensor(rewards(), dtype=torch.float64), config.scale_rewards)
-    samples = sequences(processor)
-    for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
-        sample.advantage = advantage
+    samples = branch_samples() if case.get("episodes") else sequences(processor)
+    if not case.get("episodes"):
+        for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
+            sample.advantage = advantage
+    for sample in samples:
         sample.old_logprobs = sample.old_logprobs if case["old"] else None
         sample.sampling_logprobs = sample.sampling_logprobs if case["sampled"] else None
     for sample, marks in zip(samples, drawn(), strict=True) if case.get("answers") else ():

@@ -8,11 +8,24 @@ from itertools import product
 import pytest
 import torch
 from conftest import REPOSITORY
-from oracle import Completion, gradient, loss, mark_high_entropy
-from ragged import LEVELS, LONGEST, LOSS_TYPES, MODES, cases, completions, compute, gradients, level_of, named, step_of
+from oracle import Completion, divisors, gradient, loss, mark_high_entropy, shares, size
+from ragged import (
+    LEVELS,
+    LONGEST,
+    LOSS_TYPES,
+    MODES,
+    cases,
+    completions,
+    compute,
+    gradients,
+    level_of,
+    named,
+    step_of,
+    tokens_of,
+)
 
 from grpo.algorithm.advantages import advantages
-from grpo.algorithm.loss import adapt_beta, kl_divergence
+from grpo.algorithm.loss import adapt_beta, grpo_loss, kl_divergence
 from grpo.config.command_line import parse_arguments
 from grpo.config.loss_settings import LossSection
 from grpo.config.trainer import TrainerConfig
@@ -82,6 +95,57 @@ def test_any_cut_in_any_order_adds_up_to_the_whole(mode):
                         expected = torch.cat([torch.zeros(0).double(), *(expected[index] for index in cut)])
                         torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-15)
                 assert total == pytest.approx(whole.item(), rel=1e-12)
+
+
+BRANCHES = [[0, 1], [2, 3, 4], [], [5], [6, 7]]  # of each episode, its sequences: some without a token, one none
+
+
+@pytest.mark.parametrize("weighting, count", [("tokens", 4), ("branches", 8)])
+@pytest.mark.parametrize("mode", ["off-policy", "far off", "sequence_mask", "everything"])
+def test_branches_are_weighed_as_their_episode_or_each_by_itself(mode, weighting, count):
+    """Whatever the cut: branches of an episode may be apart."""
+    options, _, kind = MODES[mode]
+    for loss_type, level, allowed in cases(options):
+        settings = LossSection(
+            loss_type=loss_type, importance_sampling_level=level, branch_weighting=weighting, **allowed
+        )
+        batch = make_batch(settings, seed=9, **kind)
+        of_episode = [next(branches for branches in BRANCHES if place in branches) for place in range(len(batch))]
+        batch = [
+            dataclasses.replace(each, advantage=batch[branches[-1]].advantage)
+            for each, branches in zip(batch, of_episode, strict=True)
+        ]
+        whole = [sum(len(batch[place].logp) for place in branches) for branches in of_episode]
+        step, ours = size(batch), dataclasses.replace(step_of(batch), sequences=count)
+        by = divisors([[batch[place] for place in branches] for branches in BRANCHES], settings, LONGEST)
+        pairs = [*zip(batch, by, strict=True)]
+        expected = math.fsum(
+            term for each, own in pairs for term in shares(each, step, settings, BETA, LONGEST, divisor=own)
+        )
+        slopes = [gradient(each, step, settings, BETA, LONGEST, divisor=own)[0] for each, own in pairs]
+        for order in ([*range(8)], [7, 2, 0, 5, 4, 1, 6, 3]):
+            total, found = 0.0, {}
+            for cut in (order[:1], order[1:4], order[4:]):
+                tokens = tokens_of([batch[place] for place in cut])
+                if weighting == "tokens":
+                    tokens = dataclasses.replace(
+                        tokens, completion_lengths=torch.tensor([whole[place] for place in cut])
+                    )
+                value, _ = grpo_loss(
+                    tokens,
+                    ours,
+                    settings,
+                    beta=BETA,
+                    entropy_coef=settings.entropy_coef,
+                    max_completion_length=LONGEST,
+                )
+                total += value.item()
+                parts = gradients(value, tokens)[0].split(tokens.lengths.tolist())
+                found |= zip(cut, [part.tolist() for part in parts], strict=True)
+            with named(loss_type, level, order):
+                assert total == pytest.approx(expected, rel=1e-6)
+                for place, slope in enumerate(slopes):
+                    assert found[place] == pytest.approx(slope, rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize("mode", ["off-policy", "everything"])

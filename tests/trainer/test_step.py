@@ -6,6 +6,7 @@ are in these sequences too, and have weight 0.
 """
 
 import json
+import math
 import random
 from concurrent.futures import Future
 
@@ -17,7 +18,7 @@ from experts import balanced, mixture
 from models import distance
 from rounding import assert_rounded
 from sharded import ON_CARDS, ON_HOST, in_layers
-from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, drawn, rewards, sequences
+from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, branch_samples, drawn, episodes, rewards, sequences
 from trainer_runs import run_ranks
 from transformers import AutoModelForCausalLM
 
@@ -249,6 +250,84 @@ def test_so_it_is_where_ranks_share_rows(model_folder, tmp_path, expected, few, 
     cases[1] |= {"spoiled": (11, float("nan"))}
     for number, result in zip(numbers, run(ranks, model_folder, tmp_path, cases), strict=True):
         check(number, result, *expected(number))
+
+
+OF_EPISODES = [
+    {"branch_weighting": weighting, **loss, **more}
+    for weighting in ("tokens", "branches")
+    for loss, more in [
+        *((loss, {"mask_truncated_completions": bool(place % 2)}) for place, loss in enumerate(LOSSES)),
+        ({"loss_type": "sapo"}, {"kl_estimator": "k1"}),
+        ({"loss_type": "dr_grpo"}, {"importance_sampling_mode": "sequence_truncate"}),
+        ({"loss_type": "grpo"}, {"off_policy_mask_threshold": 0.01, "entropy_coef": 0.05}),
+    ]
+]
+
+
+def of_episodes(plain: Plain, settings: LossSection, sampled: bool) -> tuple[dict, float]:
+    """(gradients by parameter name, loss) of the step of all episodes: each path through a tree by itself."""
+    samples, rows, made = iter(branch_samples()), [], []
+    for group in episodes():
+        for rollout in group.rollouts:
+            of_episode = []
+            for branch in rollout.branches:
+                given = next(samples)
+                if settings.mask_truncated_completions and not rollout.finished:
+                    continue
+                marks = np.array(branch.drawn)
+                row = [values[marks] for values in plain.row(plain.logits(0, branch), branch.completion_ids)]
+                rows.append(row)
+                of_episode.append(
+                    oracle.Completion(
+                        given.advantage,
+                        *(values.tolist() for values in row),
+                        old=given.old_logprobs.tolist(),
+                        ref=given.ref_logprobs.tolist(),
+                        sampling=np.float32(branch.sampling_logprobs)[marks].tolist() if sampled else None,
+                    )
+                )
+            made.append(of_episode)
+    branches = [branch for of_episode in made for branch in of_episode]
+    size, by = oracle.size(branches), oracle.divisors(made, settings, LONGEST)
+    total, loss = torch.zeros((), dtype=torch.float64), []
+    for row, branch, divisor in zip(rows, branches, by, strict=True):
+        slopes = oracle.gradient(branch, size, settings, BETA, LONGEST, divisor=divisor)
+        for values, of_values in zip(row, slopes, strict=True):
+            total = total + (values * torch.tensor(of_values, dtype=torch.float64)).sum()
+        loss += oracle.shares(branch, size, settings, BETA, LONGEST, divisor=divisor)
+    names, parameters = zip(*plain.model.named_parameters(), strict=True)
+    slopes = torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
+    return dict(zip(names, slopes, strict=True)), math.fsum(loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_branches_of_episodes_are_weighed_as_the_loss_says(model_folder, tmp_path, plain, few, ranks):
+    """Trees that share prompts and drawn tokens, whose branches are on any rank and in any micro-batch."""
+    draw, cases, count = random.Random(ranks), [], len(branch_samples())
+    chosen = few(OF_EPISODES, 10)
+    for number, settings in enumerate(chosen):
+        sampled = "importance_sampling_mode" in settings or "off_policy_mask_threshold" in settings
+        first = draw.randrange(count) if ranks == 2 else count
+        values = {"beta": BETA, "max_grad_norm": 0.0, "micro_batch_tokens": (1, 60, 150, 10**6)[number % 4], **settings}
+        cases.append(
+            {
+                "options": [f"--{name}={value}" for name, value in values.items()],
+                "order": draw.sample(range(count), count),
+                "shares": [first, count - first][:ranks],
+                "episodes": True,
+                "old": True,
+                "sampled": sampled,
+                "padded": number % 5 == 4,
+                "small_steps": [],
+            }
+        )
+    results = run(ranks, model_folder, tmp_path, cases)
+    for settings, case, result in zip(chosen, cases, results, strict=True):
+        gradients, loss = of_episodes(plain, LossSection(beta=BETA, **settings), case["sampled"])
+        assert_rounded(result["norm"], norm(gradients), about=settings)
+        assert_rounded(distance(result["gradient"], gradients), 0.0, about=settings)
+        assert_rounded(result["stats"]["loss"][1], loss, about=settings)
 
 
 @pytest.mark.slow

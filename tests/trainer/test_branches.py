@@ -1,0 +1,308 @@
+"""Episodes of an agent, which are trained on as several sequences: from the sampler's records to the samples of a step.
+
+What they weigh in a step's gradient is in test_step.py, and in tests/algorithm/test_loss.py.
+"""
+
+import random
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from models import distance
+from rounding import GRADIENT, assert_rounded
+from servers import open_client
+from step_worker import episodes
+
+from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.loss_types import StepSize, Tokens
+from grpo.config.command_line import parse_arguments
+from grpo.config.loss_settings import LossSection
+from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import PromptStream
+from grpo.data.records import Branch, Example, Group, Rollout, Sample, StepBatch
+from grpo.model.logprobs import token_logprobs
+from grpo.model.trial import make_batcher
+from grpo.rewards.compute import load_reward_funcs, start_rewards
+from grpo.run.metrics import PhaseClock, add_stats, step_metrics
+from grpo.trainer.rewarding import Rewarder
+from grpo.trainer.round import Rounds, make_samples
+from grpo.trainer.step import futures_of, wait_for_reference
+from grpo.trainer.step_result import stats_of_completions
+
+NAN = float("nan")
+TREE = [
+    Branch(
+        prompt_ids=[5, 6],
+        completion_ids=[7, 8, 20, 9],
+        sampling_logprobs=[-1, -2, NAN, -3],
+        drawn=[True, True, False, True],
+    ),
+    Branch(  # the same prompt, and [7, 8] again, which is trained on above
+        prompt_ids=[5, 6],
+        completion_ids=[7, 8, 21, 10, 11],
+        sampling_logprobs=[NAN, NAN, NAN, -4, -5],
+        drawn=[False, False, False, True, True],
+    ),
+    Branch(prompt_ids=[5, 6, 7], completion_ids=[12], sampling_logprobs=[-6], drawn=[True]),
+]
+EXAMPLE = Example(index=0, prompt="p", prompt_ids=[5, 6], columns={}, gold="4")
+
+
+def rollout(branches: list[Branch] | None, finished: bool = True, text: str = "") -> Rollout:
+    drawn = [
+        token
+        for branch in branches or []
+        for token, mark in zip(branch.completion_ids, branch.drawn, strict=True)
+        if mark
+    ]
+    return Rollout(
+        completion_ids=[13, 14] if branches is None else drawn,
+        finished=finished,
+        text=text,
+        sampling_logprobs=[-7.0, -8.0] if branches is None else [-1.0] * len(drawn),
+        policy_version=0,
+        branches=branches,
+    )
+
+
+def group(number: int = 3) -> Group:
+    """Three branches of a cut episode, none, a plain completion, one branch."""
+    rollouts = [rollout(TREE, finished=False), rollout([]), rollout(None), rollout(TREE[2:])]
+    return Group(id=number, example=EXAMPLE, rollouts=rollouts)
+
+
+def test_each_branch_is_a_sample_that_knows_its_episode():
+    made = make_samples(group())
+    assert [(sample.place, sample.branch) for sample in made] == [(0, 0), (0, 1), (0, 2), (2, None), (3, 0)]
+    assert [sample.group_id for sample in made] == [3] * 5
+    assert [sample.prompt_ids for sample in made] == [[5, 6], [5, 6], [5, 6, 7], [5, 6], [5, 6, 7]]
+    assert [sample.finished for sample in made] == [False, False, False, True, True], "a whole episode is masked"
+    assert [sample.tokens for sample in made] == [3, 2, 1, 2, 1]
+    assert [sample.completion_tokens for sample in made] == [6, 6, 6, 2, 1]
+    assert [sample.is_first for sample in made] == [True, False, False, True, True]
+    assert [sample.sampling_logprobs.tolist() for sample in made] == [[-1, -2, -3], [-4, -5], [-6], [-7, -8], [-6]]
+
+
+def test_only_those_that_are_trained_on_become_samples():
+    made = make_samples(replace(group(), chosen=[1, 3]))
+    assert [(sample.place, sample.branch) for sample in made] == [(1, 0)]
+
+
+def test_metrics_count_episodes():
+    stats = {}
+    add_stats(stats, stats_of_completions([rollout(TREE, finished=False), rollout([]), rollout(TREE[2:])]))
+    found = step_metrics(stats)
+    assert found["completions/mean_length"] == pytest.approx((6 + 0 + 1) / 3)
+    assert found["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert [each.turns for each in group().rollouts] == [4, 0, 1, 1]
+    assert [each.answer_tokens for each in group().rollouts] == [4, 0, 0, 0]
+
+
+def test_a_batch_is_cut_by_groups_and_its_lines_have_their_episodes_advantage():
+    groups = [group(3), Group(id=5, example=EXAMPLE, rollouts=[rollout([])] * 4), replace(group(8), chosen=[2, 0])]
+    samples = [sample for each in groups for sample in make_samples(each)]
+    for sample in samples:
+        sample.advantage = 10.0 * sample.group_id + sample.place
+    rewards = torch.arange(12, dtype=torch.float64).view(3, 4)
+    batch = StepBatch(
+        groups=groups,
+        by_function=rewards[None],
+        rewards=rewards,
+        signal=torch.tensor([True, False, True]),
+        samples=samples,
+    )
+    cuts = [batch.cut(0, 2), batch.cut(2, 3)]
+    assert [cut.samples for cut in cuts] == [samples[:5], samples[5:]] and len(samples) == 9
+    assert [[each.id for each in cut.groups] for cut in cuts] == [[3, 5], [8]]
+    assert [cut.signal.tolist() for cut in cuts] == [[True, False], [True]]
+    advantages = [30, None, 32, 33, *[None] * 4, 81, None, 80, None]
+    assert [line["advantage"] for line in batch.to_lines()] == advantages
+    assert [line["reward"] for line in batch.to_lines()] == [*range(12)]
+    assert [line["advantage"] for cut in cuts for line in cut.to_lines()] == advantages
+
+
+def test_answers_of_several_prompts_reach_their_branches():
+    made = make_samples(group())
+    first, second, lost = Future(), Future(), Future()
+    first.set_result([np.float32([-1, -2, NAN, -3]), np.float32([NAN, NAN, NAN, -4, -5]), np.float32([-7, -8])])
+    second.set_result([np.float32([-6]), np.float32([-9])])
+    lost.set_exception(ValueError("lost"))
+    asked = {(0, 0): (first, 0), (0, 1): (first, 1), (2, None): (first, 2), (0, 2): (second, 0), (3, 0): (second, 1)}
+    wait_for_reference(made[::-1], {3: asked})
+    assert [sample.ref_logprobs.tolist() for sample in made] == [[-1, -2, -3], [-4, -5], [-6], [-7, -8], [-9]]
+    assert {*futures_of(asked)} == {first, second} and futures_of(first) == [first] and futures_of({}) == []
+    again = make_samples(group())
+    with pytest.raises(ValueError, match="lost"):
+        wait_for_reference(again, {3: asked | {(0, 2): (lost, 0)}})
+    assert [sample.ref_logprobs is not None for sample in again] == [True, True, False, False, False]
+
+
+def logprobs_of(model: torch.nn.Module, branch: Branch, temperature: float = 1.0) -> torch.Tensor:
+    """Compute the log-probs of a branch's drawn tokens, of its path alone."""
+    logits = model(input_ids=torch.tensor([branch.prompt_ids + branch.completion_ids])).logits[0]
+    logits = logits[len(branch.prompt_ids) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1)[range(len(branch.completion_ids)), branch.completion_ids][branch.drawn]
+
+
+@pytest.mark.parametrize("weighting", ["tokens", "branches"])
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_gradient_of_trees_is_that_of_their_paths(model, weighting, packs):
+    """Trees of three branches and less, in one pass of the model that computes a shared prompt once."""
+    trees = episodes()
+    settings = LossSection(loss_type="grpo", branch_weighting=weighting)
+    samples = [sample for each in trees for sample in make_samples(each)]
+    batcher = replace(make_batcher(model, 0), packs=packs)
+    sequences = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
+    batch = batcher.make(sequences, torch.device("cpu"), [sample.drawn for sample in samples])
+    flat = sum(len(prompt) + len(completion) for prompt, completion in sequences)
+    assert not packs or batch.input_ids.numel() < 0.8 * flat, "shared prompts are there once"
+    logprobs, _ = token_logprobs(model, batch, 1.0)
+    draw = random.Random(1)
+    of_place = [[draw.gauss(0, 1) for _ in each.rollouts] for each in trees]
+    tokens = Tokens(
+        lengths=torch.tensor([sample.tokens for sample in samples]),
+        completion_lengths=torch.tensor([sample.completion_tokens for sample in samples])
+        if weighting == "tokens"
+        else None,
+        advantages=torch.tensor([of_place[sample.group_id][sample.place] for sample in samples]),
+        logprobs=logprobs,
+        entropy=torch.zeros_like(logprobs),
+    )
+    count = 9 if weighting == "tokens" else 18
+    step = StepSize(sequences=count, tokens=len(logprobs))
+    loss, _ = grpo_loss(tokens, step, settings, beta=0.0, entropy_coef=0.0, max_completion_length=32)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+    plain, total = type(model)(model.config).double().eval(), 0.0
+    plain.load_state_dict(model.state_dict())
+    for of_group, each in zip(of_place, trees, strict=True):
+        for advantage, episode in zip(of_group, each.rollouts, strict=True):
+            length = sum(sum(branch.drawn) for branch in episode.branches)
+            for branch in episode.branches:
+                divisor = count * (length if weighting == "tokens" else sum(branch.drawn))
+                # As drawn the ratio is 1, with the slope of the log-prob.
+                total = total - advantage * logprobs_of(plain, branch).sum() / divisor
+    slopes = torch.autograd.grad(total, [*plain.parameters()])
+    expected = dict(zip([name for name, _ in plain.named_parameters()], slopes, strict=True))
+    assert found.keys() == expected.keys()
+    assert_rounded(distance(found, expected), 0.0, GRADIENT)
+
+
+class Scripted:
+    """A sampler whose episodes are given by group and attempt."""
+
+    def __init__(self, rounds: dict[tuple[int, int], list[Rollout]]):
+        self.rounds = rounds
+
+    def sample(self, examples, copies, temperature, seed, on_groups=None, ids=None):
+        drawn = [self.rounds[number, seed >> 32] for number in ids]
+        for index, rollouts in enumerate(drawn):
+            on_groups({index: rollouts})
+        return drawn
+
+    def update_weights(self, version: int) -> None:
+        pass
+
+
+REWARDS = "def by_text(completions, **columns):\n    return [float(text) for text in completions]\n"
+
+
+def episodes_of(number: int) -> list[Rollout]:
+    return episodes()[number % 3].rollouts
+
+
+def scripted(rewards: list[list[float]]) -> dict[tuple[int, int], list[Rollout]]:
+    """The episodes of a round with these rewards. Group 1 has no signal at first, and is replaced."""
+
+    def with_rewards(number: int, of_group: list[float]) -> list[Rollout]:
+        return [replace(each, text=str(reward)) for each, reward in zip(episodes_of(number), of_group, strict=True)]
+
+    made = {(number, 0): with_rewards(number, of_group) for number, of_group in enumerate(rewards)}
+    return made | {(1, 0): with_rewards(0, [2.0] * 4), (1, 1): made[1, 0]}
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_round_of_episodes_asks_a_real_reference_about_all_branches(server, model, data_folder, tmp_path, alone):
+    """With the KL in the reward, an episode's is that of all its branches. A resumed run asks again."""
+    (tmp_path / "own.py").write_text(REWARDS)
+    settings = {"beta": 0.3, "kl_in_reward": True, "kl_estimator": "k1", "scale_rewards": "none", "temperature": 0.8}
+    settings |= {"num_generations": 4, "prompts_per_step": 2, "steps_per_generation": 2, "max_steps": 4}
+    settings |= {"reward_funcs": f"{tmp_path}/own.py:by_text", "max_resample": 1, "dataset_name": data_folder}
+    config = parse_arguments(TrainerConfig, "", [f"--{name}={value}" for name, value in settings.items()])
+    draw = random.Random(3)
+    rewards = [[draw.gauss(0, 1) for _ in range(4)] for _ in range(4)]
+    loaded = load_reward_funcs(config.reward_funcs)
+    policy = type(model)(model.config).eval()
+    policy.load_state_dict({name: 1.1 * weight for name, weight in model.state_dict().items()})
+    with open_client(server.url, ref_startup_timeout=20, ref_deadline=30, temperature=0.8) as client:
+        rounds = Rounds(
+            config=config,
+            model=policy,
+            sampler=Scripted(scripted(rewards)),
+            batcher=make_batcher(policy, 0),
+            stream=PromptStream([replace(EXAMPLE, index=index) for index in range(9)], 2, config.seed),
+            rewarder=Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu"))[0], config),
+            client=client,
+            reference=None,
+        )
+        batches, replaced = rounds.collect(0, updates=0, beta=0.3, clock=PhaseClock())
+        assert replaced == 1
+        answered = [sample.ref_logprobs for batch in batches for sample in batch.samples]
+        for batch in batches:
+            for sample in batch.samples:
+                sample.ref_logprobs = None
+        rounds.requests = {}
+        rounds.ask_again(batches)
+        for batch in batches:
+            wait_for_reference(batch.samples, rounds.requests)
+    again = [sample.ref_logprobs for batch in batches for sample in batch.samples]
+    assert_rounded(np.concatenate(again), np.concatenate(answered))
+
+    samples = [sample for batch in batches for sample in batch.samples]
+    penalties = [[0.3 * value for value in of_group] for of_group in kl_of_paths(policy, model, samples)]
+    assert max(abs(value) for of_group in penalties for value in of_group) > 0.1, "it shows"
+    expected = oracle.advantages(rewards, "none", penalties=penalties)
+    lines = iter(line for batch in batches for line in batch.to_lines())
+    for number, of_group in enumerate(expected):
+        for episode, value in zip(episodes_of(number), of_group, strict=True):
+            advantage = next(lines)["advantage"]
+            assert (advantage is None) == (not episode.branches)
+            if episode.branches:
+                assert_rounded(advantage, value, GRADIENT)
+    assert next(lines, None) is None
+    assert [[each.id for each in batch.groups] for batch in batches] == [[0, 1], [2, 3]]
+
+
+def kl_of_paths(policy, reference, samples: list[Sample]) -> list[list[float]]:
+    """Return the sum of log-ratios of each episode of four groups, in float64, each path by itself. Check the samples'
+    log-probs on the way."""
+    exact = [type(policy)(policy.config).double().eval() for _ in range(2)]
+    for plain, model in zip(exact, (policy, reference), strict=True):
+        plain.load_state_dict(model.state_dict())
+    left, found = iter(samples), []
+    for number in range(4):
+        found.append([])
+        for episode in episodes_of(number):
+            kl = 0.0
+            for branch in episode.branches:
+                sample = next(left)
+                with torch.no_grad():
+                    ours, theirs = (logprobs_of(model, branch, 0.8) for model in exact)
+                assert (sample.group_id, sample.completion_ids) == (number, branch.completion_ids)
+                assert_rounded(sample.old_logprobs, ours)
+                assert_rounded(sample.ref_logprobs, theirs)
+                kl += (ours - theirs).sum().item()
+            found[-1].append(kl)
+    assert next(left, None) is None
+    return found
