@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef
-from grpo.data.records import Example, Rollout, StepBatch
+from grpo.config.loss_settings import LossSection
+from grpo.data.records import Rollout, StepBatch
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats, step_metrics
 from grpo.run.recorder import BAD_STEPS
@@ -123,14 +124,7 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
         **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
         **_by_source(batch, by_name),
         **stats_of_completions(rollouts),
-        "tokens:none": [
-            _prompt_tokens(group.example, rollout) + rollout.drawn_tokens
-            for group in batch.groups
-            for rollout in group.rollouts
-        ],
-        "trained_on:none": [
-            sample.completion_tokens for sample in split_masked(batch.samples, run.config)[0] if sample.is_first
-        ],
+        **tokens_of_completions(batch, run.config),
         "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
         **clock.seconds,
         # The fullest card is the one that fails.
@@ -140,11 +134,20 @@ def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[s
     }
 
 
-def _prompt_tokens(example: Example, rollout: Rollout) -> int:
-    """Return the tokens of a completion's prompt; of an episode those of its branches' prompts."""
-    if rollout.branches is None:
-        return len(example.prompt_ids)
-    return sum(len(branch.prompt_ids) for branch in rollout.branches)
+def tokens_of_completions(batch: StepBatch, config: LossSection) -> dict[str, list[int]]:
+    """Return the tokens of each completion with its prompt, an episode's with its branches' prompts, and those of each
+    that is trained on, for add_stats."""
+    prompts = [
+        [group.example.prompt_ids] if rollout.branches is None else [branch.prompt_ids for branch in rollout.branches]
+        for group in batch.groups
+        for rollout in group.rollouts
+    ]
+    drawn = [rollout.drawn_tokens for group in batch.groups for rollout in group.rollouts]
+    trained, _ = split_masked(batch.samples, config)
+    return {
+        "tokens:none": [sum(map(len, of)) + own for of, own in zip(prompts, drawn, strict=True)],
+        "trained_on:none": [sample.completion_tokens for sample in trained if sample.is_first],
+    }
 
 
 def _by_source(batch: StepBatch, by_name: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from grpo.run.metrics import PhaseClock, add_stats, step_metrics
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds, make_samples
 from grpo.trainer.step import futures_of, wait_for_reference
-from grpo.trainer.step_result import stats_of_completions
+from grpo.trainer.step_result import stats_of_completions, tokens_of_completions
 
 NAN = float("nan")
 TREE = [
@@ -98,6 +98,13 @@ def test_metrics_count_episodes():
     found = step_metrics(stats)
     assert found["completions/mean_length"] == pytest.approx((6 + 0 + 1) / 3)
     assert found["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    made = make_samples(group())
+    rewards = torch.zeros(1, 4)
+    batch = StepBatch(groups=[group()], by_function=rewards[None], rewards=rewards, signal=rewards[0] > 0, samples=made)
+    prompts, drawn = (2 + 2 + 3, 0, 2, 3), (6, 0, 2, 1)
+    for masked, trained in ((False, [6, 2, 1]), (True, [2, 1])):
+        tokens = tokens_of_completions(batch, LossSection(mask_truncated_completions=masked))
+        assert tokens == {"tokens:none": [*map(sum, zip(prompts, drawn, strict=True))], "trained_on:none": trained}
     assert [each.turns for each in group().rollouts] == [4, 0, 1, 1]
     assert [each.answer_tokens for each in group().rollouts] == [4, 0, 0, 0]
 
