@@ -25,7 +25,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream, load_examples
-from grpo.data.records import Rollout, Sample
+from grpo.data.records import Branch, Rollout, Sample
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.sharded import copy_whole
@@ -140,6 +140,29 @@ def with_answers(sample, *arguments, **named) -> list[list[Rollout]]:
     ]
 
 
+def with_branches(sample, examples, *arguments, **named) -> list[list[Rollout]]:
+    """Draw completions, and make episodes of them: of two branches of one prompt, of one of another, of none."""
+
+    def branches(prompt: list[int], rollout: Rollout) -> list[Branch]:
+        ids, logprobs, half = rollout.completion_ids, rollout.sampling_logprobs, len(rollout.completion_ids) // 2
+        first = [place < half for place, _ in enumerate(ids)]
+        later = [not mark for mark in first]
+        sequences = [(prompt, ids, first), (prompt, ids, later), ([*prompt, *ids[:half]], ids[half:], later[half:])]
+        return [
+            Branch(prompt_ids=begin, completion_ids=end, sampling_logprobs=logprobs[-len(end) :], drawn=marks)
+            for begin, end, marks in sequences
+        ]
+
+    chosen = slice(0, 2), slice(2, 3), slice(0), slice(0, 3)
+    return [
+        [
+            replace(rollout, branches=branches(example.prompt_ids, rollout)[chosen[number % 4]])
+            for number, rollout in enumerate(rollouts)
+        ]
+        for example, rollouts in zip(examples, sample(examples, *arguments, **named), strict=True)
+    ]
+
+
 def ratios(make, dataset: str) -> dict:
     """Count micro-batches, and find the largest |log ratio| of policy and old log-probs, and |log-probs - reference|,
     where no weight moves."""
@@ -152,7 +175,9 @@ def ratios(make, dataset: str) -> dict:
         "its own reference": {"ref": "adapter_off", "beta": 0.04, **adapter},
         "a copy as reference": {"ref": "local", "beta": 0.04},
         "with answers": {"loss_type": "dapo"},
+        "with branches": {"importance_sampling_mode": "token_truncate"},
     }
+    drawing = {"with answers": with_answers, "with branches": with_branches}
     tokenizer = load_tokenizer(make())
     examples = load_examples(make(), "train", tokenizer)
     for dtype in DTYPES:
@@ -165,8 +190,8 @@ def ratios(make, dataset: str) -> dict:
             stream = PromptStream(examples, config.prompts_per_step, config.seed)
             rows = config.sequences_per_generate
             sampler = make_sampler(engine.module, tokenizer, config.max_completion_length, rows=rows)
-            if kind == "with answers":
-                sampler.sample = partial(with_answers, sampler.sample)
+            if kind in drawing:
+                sampler.sample = partial(drawing[kind], sampler.sample)
             rounds = Rounds(
                 config=config,
                 model=engine.module,
