@@ -46,8 +46,9 @@ class SharedCache:
 
     def __init__(self, *, rows: int, slots: int, copies: int, longest_prompt: int, longest_completion: int):
         self._rows, self._slots, self._copies = rows, slots, copies
-        self._longest_prompt, self._longest_completion = longest_prompt, longest_completion
-        self.room = 0  # tokens of each row that there is room for
+        self._longest_completion = longest_completion
+        self.prompt_room = longest_prompt  # tokens of each prompt that there is room for
+        self.room = 0  # and of each row
         self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """keys and values of each layer, [slots x kv heads, tokens, d]"""
         self._own: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of each layer, [rows x kv heads, tokens, d]
@@ -64,12 +65,28 @@ class SharedCache:
         if layer not in self._prompts:
             self._prompts[layer], self._own[layer] = (
                 tuple(states.new_zeros(count * heads, room, states.shape[3]) for states in (key, value))
-                for count, room in ((self._slots, self._longest_prompt), (self._rows, self.room))
+                for count, room in ((self._slots, self.prompt_room), (self._rows, self.room))
             )
         for kept, states in zip(self._prompts[layer], (key, value), strict=True):
             parts = states[0].split(self._lengths, dim=1)
             for slot, length, part in zip(self._slots_filled, self._lengths, parts, strict=True):
                 kept[slot * heads : (slot + 1) * heads, :length] = part
+
+    def make_prompt_room(self, tokens: int) -> bool:
+        """Make room for so many tokens in each prompt. Return whether there was too little: as `make_room`."""
+        if tokens <= self.prompt_room:
+            return False
+        before, self.prompt_room = self.prompt_room, max(tokens, int(self.prompt_room * GROW))
+        for layer, pair in self._prompts.items():
+            self._prompts[layer] = tuple(pad(states, (0, 0, 0, self.prompt_room - before)) for states in pair)
+        return True
+
+    def copy_prompt(self, slot: int, to: list[int], length: int) -> None:
+        """Copy the first tokens of the prompt in a slot to other slots."""
+        for pair in self._prompts.values():
+            for states in pair:
+                by_slot = states.unflatten(0, (self._slots, -1))[:, :, :length]
+                by_slot[to] = by_slot[slot].clone()
 
     def make_room(self, tokens: int, rows: int) -> bool:
         """Make room for so many tokens in each row, and keep the first `rows` rows alone. Return whether there was too

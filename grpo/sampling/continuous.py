@@ -22,7 +22,7 @@ from grpo.data.records import Rollout
 from grpo.data.responder import Dialogue, Responder, close_all
 from grpo.sampling.draw import uniforms
 from grpo.sampling.generate import LOOK_EVERY, LocalSampler, policy_that_draws
-from grpo.sampling.rows import PLACE, Rows
+from grpo.sampling.rows import PLACE, Rows, slots
 from grpo.sampling.sampler import Groups, Order
 
 ANSWER_STEPS = 32  # steps of the other rows until a segment's answer is taken in: 0.6 s at 20 ms a step
@@ -43,11 +43,16 @@ class ContinuousSampler(LocalSampler):
     def _draw(self, order: Order) -> list[list[Rollout]]:
         with policy_that_draws(self._model):
             graphs = self._graphs(self._model.device) if self._graphs else None
+            prompts, count = len(order.examples), min(self._rows, len(order.examples) * order.copies)
             rows = Rows(
                 self._model,
-                order,
-                rows=self._rows,
+                rows=count,
+                slots=slots(prompts, count, order.copies),
+                copies=order.copies,
+                longest_prompt=max(len(example.prompt_ids) for example in order.examples),
                 longest=self._max_new_tokens,
+                temperature=order.temperature,
+                is_greedy=order.names is None,
                 ends=self.eos_token_ids,
                 graphs=graphs,
                 vision=self._vision,

@@ -20,7 +20,6 @@ from grpo.model.pictures import Vision
 from grpo.model.shared_cache import Fed, Shape, SharedCache
 from grpo.model.token_pass import TokenPass, is_known
 from grpo.sampling.draw import draw
-from grpo.sampling.sampler import Order
 from grpo.wire.picture_files import PicturedPrompt
 
 
@@ -87,34 +86,36 @@ class Rows:
     def __init__(
         self,
         model: PreTrainedModel,
-        order: Order,
         *,
         rows: int,
+        slots: int,
+        copies: int,
+        longest_prompt: int,
         longest: int,
+        temperature: float,
+        is_greedy: bool,
         ends: list[int],
         graphs: StepGraphs | None,
         vision: Vision | None,
     ):
-        """`rows`: most completions at a time. `longest`: most tokens of one. `ends`: the ids that end a segment."""
+        """`rows`: completions at a time; `slots`: prompts at a time, of up to `copies` rows each. `longest_prompt`:
+        tokens of a prompt that there is room for at first; `longest`: most of a completion. `ends` end a segment."""
         self._model, self._vision, self._graphs = model, vision, graphs
-        self._body, self._head, self._device = body_of(model), Head.of(model, order.temperature), model.device
-        prompts, copies = len(order.examples), order.copies
-        self.count = rows = min(rows, prompts * copies)
-        self.slots = slots(prompts, rows, copies)
+        self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
+        self.count, self.slots = rows, slots
         self._copies, self._longest = copies, longest
-        self._longest_prompt = max(len(example.prompt_ids) for example in order.examples)
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._cache = SharedCache(
             rows=rows,
-            slots=self.slots,
+            slots=slots,
             copies=copies,
-            longest_prompt=self._longest_prompt,
+            longest_prompt=longest_prompt,
             longest_completion=longest,
         )
         self._token_pass = None
         if is_known(self._body):
-            self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
+            self._token_pass = TokenPass(self._body, self._cache, longest_prompt + longest)
         self.drawing = 0  # how many rows draw: the first ones
         self._in_cache = rows  # how many rows the cache has: those behind them are free for good
         self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
@@ -126,16 +127,18 @@ class Rows:
         self._state = torch.zeros(7, rows, dtype=torch.int64, device=self._device)
         self._last_logprobs = torch.zeros(rows, device=self._device)
         # Of each slot and number in the group: the row, and the random numbers.
-        self._rows_of = torch.zeros(self.slots, copies, dtype=torch.int64, device=self._device)
+        self._rows_of = torch.zeros(slots, copies, dtype=torch.int64, device=self._device)
         self._numbers = None
-        if order.names is not None:
-            self._numbers = torch.zeros(self.slots, copies, longest, dtype=torch.float64, device=self._device)
+        if not is_greedy:
+            self._numbers = torch.zeros(slots, copies, longest, dtype=torch.float64, device=self._device)
         # transformers passes a mask in four dimensions unchanged; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
     def prefill(self, by_slot: dict[int, Ids]) -> list[Tensor]:
         """Compute the keys and values of prompts, for their slots; return each one's last hidden state."""
         slots, prompts, hidden = [*by_slot], [*by_slot.values()], []
+        if self._cache.make_prompt_room(max(map(len, prompts), default=0)) and self._graphs is not None:
+            self._graphs.forget()
         for part in _parts([len(prompt) for prompt in prompts]):
             lengths = [len(prompt) for prompt in prompts[part]]
             self._cache.fill(slots[part], lengths)
@@ -145,21 +148,31 @@ class Rows:
             hidden += [states[end - 1].clone() for end in accumulate(lengths)]
         return hidden
 
+    def copy_prompt(self, slot: int, to: list[int], length: int) -> None:
+        """Copy the keys and values of a prompt of so many tokens to other slots."""
+        self._cache.copy_prompt(slot, to, length)
+
     def base(self, prompt: Ids) -> int:
         """Return the position of the first token that follows a prompt."""
         return self._vision.first_position(prompt) if isinstance(prompt, PicturedPrompt) else len(prompt)
 
     def begin(self, rows: list[int], cells: list[Cell], hidden: list[Tensor], numbers: list[np.ndarray] | None) -> None:
         """Draw the first token of completions in these rows, which were free. `hidden`: the last hidden state of each
-        one's prompt. `numbers`: its random numbers, float64 [longest]."""
+        one's prompt. `numbers`: its random numbers, all alike float64 [up to longest]."""
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
             slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
-            self._numbers[slots, copies] = torch.from_numpy(np.stack(numbers)).to(self._device)
+            stacked = torch.from_numpy(np.stack(numbers)).to(self._device)
+            self._numbers[slots, copies, : stacked.shape[1]] = stacked
         self._draw_next(rows, hidden)
 
-    def feed(self, answers: dict[int, list[int]]) -> None:
-        """Let an answer follow the tokens of each of these rows, and draw the token after it."""
+    def cut(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens of a row."""
+        self.state[PLACE, row], self.state[TOKEN, row] = length - 1, self.ids[row, length - 1]
+
+    def feed(self, answers: dict[int, list[int]], numbers: dict[int, np.ndarray] | None = None) -> None:
+        """Let an answer follow the tokens of each of these rows, and draw the token after it. `numbers`: the random
+        numbers of the tokens after the answer, float64 [any]; without them those that the row began with go on."""
         rows, lengths = [*answers], [1 + len(answer) for answer in answers.values()]  # a row's last token was not fed
         self._make_room((self.state[PLACE, rows] + lengths).max())
         hidden: list[Tensor] = []
@@ -177,6 +190,9 @@ class Rows:
             ids, positions = (torch.tensor([values]).to(self._device) for values in (ids, positions))
             states = self._forward(ids, positions)[0]
             hidden += [states[end - 1].clone() for end in accumulate(lengths[part])]
+        for row, values in (numbers or {}).items():
+            slot, copy, place = self.state[[SLOT, COPY, PLACE], row].tolist()
+            self._numbers[slot, copy, place : place + len(values)] = torch.from_numpy(values).to(self._device)
         self._draw_next(rows, hidden)
 
     def _draw_next(self, rows: list[int], hidden: list[Tensor]) -> None:
@@ -255,7 +271,7 @@ class Rows:
         """Return sizes that the rows fit, of which a call has few: powers of two of rows, and the cache's room, each
         GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of them."""
         rows = min(1 << (rows - 1).bit_length(), self._in_cache)
-        return Shape(rows=rows, slots=self.slots, prompt=self._longest_prompt, own=self._cache.room)
+        return Shape(rows=rows, slots=self.slots, prompt=self._cache.prompt_room, own=self._cache.room)
 
     def _step(self, shape: Shape) -> None:
         """Feed each row's last token and draw its next one."""
