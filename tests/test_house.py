@@ -23,9 +23,23 @@ MAY_IMPORT = {
     "sampling": {"config", "data", "model", "wire"},
     "rewards": {"client", "config", "model", "usercode", "wire"},
     "tools": {"config", "data", "rewards", "usercode", "wire"},
+    "agents": {"config", "data", "sampling", "server", "tools", "usercode", "wire"},
     "run": {"config", "data", "model", "wire"},
     "trainer": {
-        *("algorithm", "client", "config", "data", "model", "pool", "rewards", "run", "sampling", "tools", "usercode"),
+        *(
+            "agents",
+            "algorithm",
+            "client",
+            "config",
+            "data",
+            "model",
+            "pool",
+            "rewards",
+            "run",
+            "sampling",
+            "tools",
+            "usercode",
+        ),
         "wire",
     },
     "report": {"config", "run"},
@@ -38,9 +52,9 @@ ANSWERS = "grpo/rewards/answers.py"
 PROGRAMS = "generate.py", "grpo_ref_split.py", "ref_server.py", "reward.py"
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},
-    "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
+    "grpo_ref_split": {"prometheus_client"},
     "generate": {"bottle", "waitress", "prometheus_client", "deepspeed", "datasets"},
-    "grpo/evaluate": {"bottle", "waitress", "prometheus_client", "deepspeed"},
+    "grpo/evaluate": {"prometheus_client", "deepspeed"},
     "grpo/chat": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
     "grpo/report/__main__": {"prometheus_client", "deepspeed", "requests", "torch", "datasets"},
 }
