@@ -67,17 +67,18 @@ def render_prompt(
     place: str = "the conversation",
     pictures: int | None = None,
     tools: list[dict[str, Any]] | None = None,
+    continues_last: bool = True,
 ) -> str:
     """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template. A
-    last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
-    `place` names the prompt in an error. The model's placeholder stands for each of `pictures`, which are placed as
-    `place_pictures` does; a prompt without pictures is rendered in parts only if the template takes no text. Raises
-    ConfigError if the template does not take the prompt, PictureCountError."""
+    last message of the assistant is continued, as TRL's `apply_chat_template` does, or followed by another one if
+    `continues_last` is False. `place` names the prompt in an error. The model's placeholder stands for each of
+    `pictures`, which are placed as `place_pictures` does; a prompt without pictures is rendered in parts only if the
+    template takes no text. Raises ConfigError if the template does not take the prompt, PictureCountError."""
     messages = chat_messages(prompt, system_prompt)
     in_parts = place_pictures(messages, pictures)
     template_kwargs = (template_kwargs or {}) | ({"tools": tools} if tools else {})
     forms = [in_parts] if pictures else [text_of_messages(messages), in_parts]
-    continued = messages[-1]["role"] == "assistant"
+    continued = continues_last and messages[-1]["role"] == "assistant"
     if tokenizer.chat_template is None:
         require(not template_kwargs, "chat_template_kwargs", template_kwargs, "the model has no template: leave it out")
         reason = "it has no chat template, so no picture has a place: use another model"

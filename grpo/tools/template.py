@@ -50,11 +50,14 @@ class AnswerTemplate:
         """Return the text of the answers to a turn: of tools, or a message of the user."""
         return self._split(answers)[1]
 
-    def encode(self, answers: Messages) -> list[int]:
-        """Return the ids of that text after the end of a turn."""
+    def encode(self, answers: Messages, after_cut: bool = False) -> list[int]:
+        """Return the ids of that text after the end of a turn. `after_cut`: the turn was cut, and its end is needed
+        too."""
         end, text = self._split(answers)
         # Together, as some ends take the line end after them, and some tokenizers put a space before a text.
         ids = self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"]
+        if after_cut:
+            return ids
         ends = self._tokenizer(end, add_special_tokens=False)["input_ids"]
         return ids[len(ends) :]
 
