@@ -1,0 +1,295 @@
+"""Runs the programs of episodes, each in a process of its own: `PYTHON host.py URL AGENT [GIB]`.
+
+It stands alone, as the interpreter may be the user's: the standard library, and calls.py beside it.
+
+    trainer -> host    a line of JSON: {"begin": number, "row": {...}, "key": "sk-..."}, or {"kill": number}
+    host -> trainer    a line of JSON: {} when it is ready, or {"refused": reason}; then for each program that ended
+                       {"number", "answer": text of JSON, "text"} or {"number", "failure": kind, "text"}
+
+    guard              is what the trainer starts, and runs no foreign code. When the host ends, or standard input
+     |                 closes, it kills all that is below it
+     +- host           imports the user's file, and forks for each episode
+         +- program    what it starts stays below it (prctl(2), PR_SET_CHILD_SUBREAPER), becomes the host's when it
+                       ends, and is killed by the host
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import resource
+import select
+import selectors
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from urllib.parse import urlsplit
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_SHOWN, _LONGEST = 4000, 1 << 20  # characters of a failure's text, bytes of an answer
+_LOOK_SECONDS = 0.5  # between two looks at the memory
+_DEATH_SECONDS = 1.0  # for what was killed to be gone
+_STACKS, _STACK_SECONDS = signal.SIGUSR2, 0.02  # shows where a function's threads are
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+_prctl = ctypes.CDLL(None).prctl
+
+
+class HostedProgram:
+    """A program that runs: the pipes that it writes to, and the last that came of each."""
+
+    def __init__(self, number, prints, answers):
+        self.number, self.prints, self.answers = number, prints, answers
+        self.written = {prints: b"", answers: b""}
+        self.failure = ""  # why the host killed it
+
+    def read(self, pipe):
+        """Read once, and show prints; tell whether more may come."""
+        with contextlib.suppress(BlockingIOError):
+            chunk = os.read(pipe, _LONGEST)
+            self.written[pipe] = (self.written[pipe] + chunk)[-_LONGEST:]
+            if pipe == self.prints:
+                show(chunk)
+            return bool(chunk)
+        return True
+
+    def report(self, code, read_answer):
+        """Return the answer, or how it failed."""
+        prints, answer = (self.written[pipe].decode("utf-8", "replace") for pipe in (self.prints, self.answers))
+        before, _, line = answer.rstrip().rpartition("\n")
+        show(before.encode())
+        signals = {-each: each.name for each in signal.Signals}
+        if self.failure or code:
+            report = {"failure": self.failure or signals.get(code, f"exit code {code}")}
+        else:
+            report = read_answer(line) or {"failure": "no reward"}
+        return {"number": self.number, "text": prints[-_SHOWN:], **report}
+
+
+class Host:
+    """The programs that run, by their process ids."""
+
+    def __init__(self, agent, reports, limit):
+        """`agent`: what becomes a program, and what reads its answer; `reports`: a descriptor; `limit`: in bytes."""
+        (self.run, self.read_answer), self.reports, self.limit = agent, reports, limit
+        self.programs, self.rest, self.looked, self.pid = {}, b"", 0.0, os.getpid()
+        self.kept = find_children()  # what the user's file started serves all episodes
+        self.files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.files[1], self.files[1]))  # two pipes for each program
+        self.selector = selectors.PollSelector()  # which a fork does not share
+        wake, self.wake_end = os.pipe()
+        os.set_blocking(self.wake_end, False)
+        signal.set_wakeup_fd(self.wake_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
+
+    def serve(self, orders):
+        """Obey until there are no more orders."""
+        self.selector.register(orders, selectors.EVENT_READ, lambda: self.obey(os.read(orders, 65536)))
+        self.say({})
+        while True:
+            for key, _ in self.selector.select(_LOOK_SECONDS if self.limit else None):
+                key.data()
+            if self.limit and time.monotonic() > self.looked + _LOOK_SECONDS:
+                self.kill_large()
+            self.end_programs()
+
+    def say(self, report):
+        os.write(self.reports, json.dumps(report).encode() + b"\n")
+
+    def obey(self, chunk):
+        if not chunk:
+            os._exit(0)  # the guard kills what runs
+        *lines, self.rest = (self.rest + chunk).split(b"\n")
+        killed = set()
+        for order in map(json.loads, lines):
+            if "begin" in order:
+                self.begin(order["begin"], order["row"], order["key"])
+            killed.add(order.get("kill"))
+        self.kill([pid for pid, program in self.programs.items() if program.number in killed])
+
+    def begin(self, number, row, key):
+        try:
+            (prints, prints_end), (answers, answers_end) = os.pipe(), os.pipe()
+            pid = os.fork()
+        except OSError as error:  # no more memory, processes or files
+            self.say({"number": number, "failure": "not started", "text": str(error)})
+            return
+        if pid == 0:
+            try:
+                self.become_program(prints_end)
+                self.run(row, key, answers_end)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(127)
+        os.close(prints_end)
+        os.close(answers_end)
+        program = self.programs[pid] = HostedProgram(number, prints, answers)
+        for pipe in program.written:
+            os.set_blocking(pipe, False)
+            self.selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self.read(program, pipe))
+
+    def become_program(self, prints_end):
+        """Make a fork of this process a program's."""
+        stay_below(self.pid)
+        os.setsid()
+        os.dup2(prints_end, 2)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # SIGTERM ends a fork of the program itself: multiprocessing sends it.
+        os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in _ENDS])
+        for descriptor in (self.reports, self.wake_end, *self.selector.get_map()):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.files)
+        # When memory runs out, the system should kill this process and not the trainer.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+
+    def read(self, program, pipe):
+        if not program.read(pipe):
+            self.selector.unregister(pipe)
+
+    def kill(self, pids):
+        for pid in pids:
+            os.kill(pid, _STACKS)
+        if pids:
+            time.sleep(_STACK_SECONDS)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_large(self):
+        """Kill each program that takes more memory than the limit, with what it started."""
+        self.looked, processes, children, large = time.monotonic(), read_processes(), defaultdict(list), []
+        for pid, (parent, _) in processes.items():
+            children[parent].append(pid)
+        for pid, program in self.programs.items():
+            below = [pid]
+            for each in below:
+                below += children[each]
+            if sum(processes[each][1] for each in below if each in processes) > self.limit:
+                program.failure = "memory"
+                large.append(pid)
+        self.kill(large)
+
+    def end_programs(self):
+        """Report the programs that ended, after what they started."""
+        ended = []
+        for pid in [*self.programs]:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                with contextlib.suppress(OSError):  # its group is empty, or of other users
+                    os.killpg(pid, signal.SIGKILL)  # the group at once, before any of it can start more
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                ended.append((self.programs.pop(pid), code))
+        if ended:
+            self.kept |= kill_children({*self.programs, *self.kept}, _DEATH_SECONDS)
+        for program, code in ended:
+            for pipe in program.written:
+                program.read(pipe)
+                if pipe in self.selector.get_map():  # the program may have closed it
+                    self.selector.unregister(pipe)
+                os.close(pipe)
+            self.say(program.report(code, self.read_answer))
+
+
+def show(chunk):
+    while chunk:
+        chunk = chunk[os.write(2, chunk) :]
+
+
+def kill_children(kept, seconds):
+    """Kill all children but these, until there are no more: those of a killed process become children. Return the
+    others after so many seconds: another user's, as of a program with the set-user-ID bit, may not be killed."""
+    end = time.monotonic() + seconds
+    while (children := find_children() - kept) and time.monotonic() < end:
+        for pid in children:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.001)
+    return children
+
+
+def find_children():
+    """Return the ids of this process's children."""
+    try:
+        files = [f"/proc/self/task/{thread}/children" for thread in os.listdir("/proc/self/task")]
+        return {int(pid) for file in files for pid in open(file).read().split()}
+    except FileNotFoundError:  # a kernel without them; reading all processes takes 5 ms
+        return {pid for pid, (parent, _) in read_processes().items() if parent == os.getpid()}
+
+
+def read_processes():
+    """Return the parent and the bytes in memory of each process, by its id."""
+    found = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # the process may have ended
+            fields = file.read().rpartition(b")")[2].split()
+            found[int(name)] = int(fields[1]), int(fields[21]) * resource.getpagesize()
+    return found
+
+
+def stay_below(parent):
+    """End when the parent ends; adopt what processes below leave behind."""
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def guard(host):
+    """Wait until the host ends or standard input closes, kill all processes below this one, exit with its code."""
+
+    def watch():
+        poll = select.poll()
+        poll.register(0, 0)  # orders are the host's to read
+        poll.poll()
+        os.kill(host, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != host:
+        os.waitpid(ended, 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(host, 0)[1])
+    kill_children(set(), 20 * _DEATH_SECONDS)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def main(url, name, limit="0"):
+    for number in _ENDS:  # these are for the trainer. Handlers, not SIG_IGN, which commands would inherit
+        signal.signal(number, lambda *_: None)
+    _prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    process = os.getpid()
+    if host := os.fork():
+        guard(host)
+    stay_below(process)
+    orders, reports = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # a fork would write again what is not yet written
+    faulthandler.enable()
+    faulthandler.register(_STACKS)
+    for variable in ("no_proxy", "NO_PROXY"):
+        os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), urlsplit(url).hostname)))
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path.insert(0, here)
+    from calls import CannotRun, load
+
+    # The user's code may import other modules of these names.
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here]
+    del sys.modules["calls"]
+    try:
+        agent = load(name, url)
+    except CannotRun as error:
+        os.write(reports, json.dumps({"refused": str(error)}).encode() + b"\n")
+        os._exit(0)
+    sys.stdout.flush()
+    gc.collect()
+    gc.freeze()  # the collector of a program would copy the pages of what it looks at
+    Host(agent, reports, float(limit) * 2**30).serve(orders)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
