@@ -33,6 +33,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     if possible before a model is loaded."""
     import torch.distributed as dist
 
+    from grpo.agents.start import start_turns
     from grpo.data.prompts import check_reward_columns, load_examples
     from grpo.model.devices import refuse_shortage
     from grpo.model.load import check_lengths, load_end_ids, load_model, load_settings, load_tokenizer
@@ -41,7 +42,6 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     from grpo.rewards.functions import TrainerState
     from grpo.run.collective import gather, own_place
     from grpo.run.run_folder import check_unused, check_writable
-    from grpo.tools.dialogue import start_turns
     from grpo.trainer.evaluation import check_verdicts, evaluate, with_pictures
     from grpo.trainer.rewarding import Rewarder, join_rewards
 
@@ -68,6 +68,8 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
         config, split, tokenizer, limit=limit, progress=rank == 0, processor=processor, turns=turns
     )
     check_reward_columns(config, examples, functions)
+    if config.agent is not None:
+        turns.try_on(examples[0])
     started, pool = start_rewards(functions, config, device, "evaluate")
     if pool is not None:
         closing.callback(pool.close)
@@ -92,6 +94,7 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
     """Choose the sampler, continuous or by generate. Raises ConfigError if the memory is too small."""
     import torch
 
+    from grpo.agents.start import continuous_sampler
     from grpo.model.load import enough_memory
     from grpo.model.pictures import Vision
     from grpo.model.trial import make_batcher
@@ -111,6 +114,7 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
             vision=vision,
             turns=turns,
             cuda_graphs=config.cuda_graphs,
+            continuous=continuous_sampler(config),
         )
 
 

@@ -67,12 +67,14 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def is_met(config: Any, needs: str) -> bool:
-    """Tell whether a setting that needs this, "sampler pool" or "tools or environment", does something."""
-    return any(_has(config, *need.split(" ", 1)) for need in needs.split(" or "))
+    """Tell whether a setting that needs this, "sampler pool" or "tools or environment", does something. What this
+    program has no setting of counts as met."""
+    known = [words for need in needs.split(" or ") if hasattr(config, (words := need.split(" ", 1))[0])]
+    return not known or any(_has(config, *words) for words in known)
 
 
 def _has(config: Any, name: str, wanted: str = "above 0") -> bool:
-    value = getattr(config, name, wanted)  # a setting that this program does not have counts as met
+    value = getattr(config, name)
     return value == wanted or (wanted == "above 0" and value not in (None, False, 0, "", "none", []))
 
 

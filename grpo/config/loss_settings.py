@@ -31,7 +31,9 @@ class LossSection(Section):
         common=True,
     )
     branch_weighting: Literal["tokens", "branches"] = option(
-        "tokens", "whether a mean over sequences counts an agent's episode as one, or each of its branches"
+        "tokens",
+        "whether a mean over sequences counts an agent's episode as one, or each of its branches",
+        needs="agent",
     )
     importance_sampling_level: Literal["token", "sequence"] = option("token", "ratio of each token, or sequence (GSPO)")
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
@@ -152,10 +154,11 @@ def is_users_own(name: str) -> bool:
 class RewardSection(Section):
     HEADING = "rewards"
 
-    reward_funcs: list[str] = option(
-        ["correctness_reward", "format_reward"],
+    reward_funcs: list[str] | None = option(
+        None,
         "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
-        "servers with --task reward; may be empty where an environment gives rewards",
+        "servers with --task reward; may be empty where an environment gives rewards; unset: correctness_reward and "
+        "format_reward, with an agent none",
         common=True,
         may_be_empty=True,
     )
@@ -166,6 +169,8 @@ class RewardSection(Section):
     )
 
     def __post_init__(self) -> None:
+        if self.reward_funcs is None:
+            self.reward_funcs = [] if getattr(self, "agent", None) else ["correctness_reward", "format_reward"]
         super().__post_init__()
         for name in self.reward_funcs:
             if ":" in name and "://" not in name:
@@ -184,7 +189,7 @@ class RewardedConfig(RewardSection, AnsweringConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.temperature > 0, temperature="training and evaluation draw samples: use a number above 0")
-        has_reward = bool(self.reward_funcs) or self.environment is not None
-        self.check(has_reward, reward_funcs="name a reward function, or an environment that gives rewards")
+        has_reward = bool(self.reward_funcs) or self.environment is not None or self.agent is not None
+        self.check(has_reward, reward_funcs="name a reward function, or an environment or agent that gives rewards")
         longest = self.max_completion_length
         self.check(self.soft_punish_cache <= longest, soft_punish_cache=f"use max_completion_length={longest} or less")

@@ -82,11 +82,39 @@ class TurnsSection(TurnsCodeSection):
     HEADING = "tools and environments"
 
     max_tool_calling_iterations: int | None = option(None, "most turns with answered calls", needs=ANSWERED, above=0)
-    max_turns: int | None = option(None, "most turns in a completion", needs=ANSWERED, above=0)
+    max_turns: int | None = option(
+        None, "most turns in a completion; unset: no limit, of an agent 100", needs=f"{ANSWERED} or agent", above=0
+    )
     max_tool_response_length: int = option(2048, "characters after which an answer is cut", needs=ANSWERED, above=0)
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
-        "auto", "form of calls where the tokenizer has no response template; auto: the chat template's", needs=ANSWERED
+        "auto",
+        "form of calls where the tokenizer has no response template; auto: the chat template's",
+        needs=f"{ANSWERED} or agent",
     )
+
+
+@dataclass
+class AgentSection(Section):
+    HEADING = "agent"
+
+    agent: str | None = option(
+        None, "program that asks the policy by the OpenAI API: path/to/file.py:function, or 'command: WORDS'"
+    )
+    agent_python: str | None = option(None, "its interpreter; unset is the run's own", needs="agent")
+    agent_timeout: float = option(
+        300.0, "seconds that an episode's program may take between its requests, in all", needs="agent", above=0
+    )
+    agent_memory: float | None = option(None, "GiB of an episode's processes; unset: no limit", needs="agent", above=0)
+    agent_failure_reward: float | None = option(
+        None, "reward of an episode whose program failed; unset: none, it is compared with no other", needs="agent"
+    )
+    agent_history: Literal["drawn", "rendered"] = option(
+        "drawn",
+        "where the chat template would write earlier turns otherwise, as Qwen3's leaves out thinking: continue the "
+        "drawn ids, or begin a branch of what it writes, which a server shows a deployed model",
+        needs="agent",
+    )
+    max_concurrent_episodes: int = option(256, "episodes that run at a time on a rank", needs="agent", above=0)
 
 
 @dataclass
@@ -189,8 +217,30 @@ class RolloutSection(Section):
 
 
 @dataclass
-class AnsweringConfig(GenerationSection, TurnsSection, AnswerSection, DataSection, SharedConfig):
+class AnsweringConfig(GenerationSection, AgentSection, TurnsSection, AnswerSection, DataSection, SharedConfig):
     """The settings of answers to a dataset's problems, in training and after it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.agent is None:
+            return
+        if not self.agent.startswith("command:"):
+            check_file("agent", self.agent)
+        other = "tools" if self.tools else "environment"
+        self.check(not super().has_turns, agent=f"the program has its own tools: leave out {other}")
+        is_own = self.system_prompt not in ("", AnswerSection.system_prompt)
+        self.check(not is_own, system_prompt="the agent writes its messages itself: leave it out")
+        self.system_prompt = ""
+        self.check(self.sampler == "continuous", sampler="an agent asks the trainer's own rows: use continuous")
+
+    @property
+    def has_turns(self) -> bool:
+        return super().has_turns or self.agent is not None
+
+    @property
+    def most_turns(self) -> int:
+        """the segments that an agent's episode may have"""
+        return self.max_turns or 100
 
     @property
     def longest_sequence(self) -> int:

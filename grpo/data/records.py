@@ -57,11 +57,20 @@ class Rollout:
     branches: list[Branch] | None = None
     """the sequences of an agent's episode that are trained on, perhaps none; None: the completion, after its example's
     prompt, is the one sequence"""
+    tree: list[dict[str, Any]] | None = None
+    """each segment of an agent's episode, for people: its turn, from 0; the turn that it comes `after`, or why it
+    `begins` a branch; its tokens and those before it; whether the program saw it; seconds since the episode began"""
 
     @property
     def drawn_tokens(self) -> int:
         """the number of tokens that the sampler drew: the completion's length in losses and metrics"""
         return len(self.completion_ids) if self.drawn is None else sum(self.drawn)
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """what records have of a completion of several turns beside its text"""
+        messages = {} if self.outcome is None else {"messages": self.outcome.messages}
+        return messages if self.tree is None else messages | {"failure": self.outcome.failure, "tree": self.tree}
 
     @property
     def answer_tokens(self) -> int:
@@ -177,7 +186,7 @@ class StepBatch:
                 "prompt": group.example.prompt,
                 **({"pictures": pictures} if (pictures := pictures_of(group.example.prompt_ids)) else {}),
                 "completion": rollout.text,
-                **({"messages": rollout.outcome.messages} if rollout.outcome is not None else {}),
+                **rollout.conversation,
                 "answer": group.example.gold,
                 "reward": self.rewards[row, column].item(),
                 "advantage": advantages[row].get(column),

@@ -77,10 +77,12 @@ def make_sampler(
     vision: Vision | None = None,
     turns: Responder | None = None,
     cuda_graphs: bool = True,
+    continuous: type[ContinuousSampler] = ContinuousSampler,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
     steps are CUDA graphs, if wanted, and if the model's forward pass can be recorded. `packs` is the batcher's; False
-    asks for generate. Raises ConfigError if even generate would draw from another distribution than is scored."""
+    asks for generate. `continuous`: the kind that keeps its rows full; of another kind than ContinuousSampler it must
+    be one. Raises ConfigError if even generate would draw from another distribution than is scored."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"
@@ -92,8 +94,14 @@ def make_sampler(
     def make(kind: type[LocalSampler], **options) -> LocalSampler:
         return kind(model, tokenizer, ends, max_completion_length, rows=rows, vision=vision, turns=turns, **options)
 
-    if not packs:
+    def make_plain() -> LocalSampler:
+        if continuous is not ContinuousSampler:
+            reason = f"{type(model).__name__} is drawn by transformers' generate, and an agent asks rows one by one"
+            raise ConfigError(f"{reason}: use another model")
         return make(LocalSampler)
+
+    if not packs:
+        return make_plain()
     ways = [(StepGraphs, "without CUDA graphs")] if cuda_graphs and model.device.type == "cuda" else []
     for graphs, instead in [*ways, (None, "by transformers' generate")]:
         # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
@@ -107,5 +115,5 @@ def make_sampler(
             reason = str(error).removesuffix(": use another model")
             log.warning("sampling goes a slower way, %s: %s", instead, reason)
         else:
-            return make(ContinuousSampler, graphs=graphs)
-    return make(LocalSampler)
+            return make(continuous, graphs=graphs)
+    return make_plain()

@@ -190,10 +190,10 @@ class Channel(HTTPChannel):
 class HttpServer(TcpWSGIServer):
     """A web server that listens once it is constructed, and answers while `run` runs."""
 
-    def __init__(self, app, config: ServerConfig, *, admit: Callable, on_refused: Callable):
+    def __init__(self, app, config: ServerConfig, *, admit: Callable, on_refused: Callable, threads: int = THREADS):
         """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
         `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
-        request that does not reach the app."""
+        request that does not reach the app. `threads` answer, each one request at a time."""
         self.config, self.admit, self.on_refused = config, admit, on_refused
         self._next_accept = time.monotonic()
         # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.
@@ -203,7 +203,7 @@ class HttpServer(TcpWSGIServer):
         allow_open_files(config.max_connections + _OTHER_FILES, remedy)
         # waitress refuses a limit itself, hence + 1; select() fails beyond 1,024 open files.
         limits = dict(max_request_header_size=HEADER_BYTES + 1, max_request_body_size=BODY_BYTES + 1)
-        adjustments = Adjustments(threads=THREADS, ident=None, **limits)
+        adjustments = Adjustments(threads=threads, ident=None, **limits)
         listener = listen(config.host, config.port)
         address = (listener.family, listener.type, listener.proto, listener.getsockname())
         super().__init__(app, _sock=listener, bind_socket=False, sockinfo=address, adj=adjustments)
@@ -303,3 +303,8 @@ class HttpServer(TcpWSGIServer):
                     channel.check_deadlines(pass_began)
             pass_began = time.monotonic()
             self.asyncore.loop(self.adj.asyncore_loop_timeout, use_poll=True, map=self._map, count=1)
+
+    def stop(self) -> None:
+        """End `run` and close all connections, soon. From any thread."""
+        self.trigger.pull_trigger(lambda: self.asyncore.close_all(self._map))
+        self.task_dispatcher.shutdown(timeout=1)

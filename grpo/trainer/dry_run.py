@@ -168,6 +168,8 @@ def _count(parameters: Iterable[nn.Parameter], what: str) -> str:
 
 
 def _describe_turns(config: TrainerConfig, inputs: Inputs) -> str:
+    if config.agent is not None:
+        return f"the requests of {config.agent}, {config.max_concurrent_episodes} episodes at a time"
     names = [tool["function"]["name"] for tool in inputs.turns.tools or []]
     where = "in the trainer" if config.tool_timeout is None else f"in other processes, {config.tool_timeout:g} s a call"
     by = f" by {config.environment}" if config.environment is not None else ""

@@ -90,7 +90,7 @@ def _line(example: Example, sample: int, rollout: Rollout, verdict: dict[str, An
         "sample": sample,
         "prompt": example.prompt,
         "completion": rollout.text,
-        **({} if rollout.outcome is None else {"messages": rollout.outcome.messages}),
+        **rollout.conversation,
         "answer": example.gold,
         **verdict,
         "tokens": rollout.drawn_tokens,

@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from grpo.agents.start import start_turns
 from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.config.trainer import TrainerConfig
@@ -24,12 +25,15 @@ from grpo.model.lora import check_adapter
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.rewards.compute import load_reward_funcs
 from grpo.run.recorder import check_report_to
-from grpo.tools.dialogue import UserResponder, start_turns
+from grpo.tools.dialogue import UserResponder
 from grpo.trainer.deepspeed_engine import engine_config, make_schedule
 from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.pool_sampler import check_rows
 from grpo.trainer.rewarding import join_rewards, try_rewards
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
+
+if TYPE_CHECKING:
+    from grpo.agents.episodes import Agent
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     processor: PictureProcessor | None  # the preparer of pictures; None for a model of text
     end_ids: list[int]  # the ids that end a completion
-    turns: UserResponder | None  # tools and environment; None without both
+    turns: "UserResponder | Agent | None"  # tools and environment, or the agent; None without any
     examples: list[Example]
     stream: PromptStream
     held_out: list[Example]  # examples of each evaluation; empty if the run has none

@@ -5,6 +5,7 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
+from grpo.agents.start import continuous_sampler
 from grpo.config.trainer import TrainerConfig
 from grpo.model.activations import checkpoint_activations, tile_mlps
 from grpo.model.fingerprint import describe
@@ -82,4 +83,5 @@ def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel
             vision=batcher.vision,
             turns=inputs.turns,
             cuda_graphs=config.cuda_graphs,
+            continuous=continuous_sampler(config),
         )

@@ -286,6 +286,8 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, *, gro
     config, (_, keys), item = work.config, memory.attention_widths(model), model.dtype.itemsize
     text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
     prompt, completion = work.longest_prompt, config.max_completion_length
+    if config.agent is not None:  # each request has ids of its own before it (grpo/sampling/drawer.py)
+        prompt, completion, groups, copies = work.sequence, work.sequence, groups * copies, 1
     rows = min(config.sequences_per_generate, groups * copies)
     at_once, block = -(-rows // copies), (CUDA_BLOCK if device_type == "cuda" else CPU_BLOCK)[1]
     cache = 2 * keys * item  # for one token in one layer

@@ -146,6 +146,7 @@ class Rewarder:
         self._started, self.config, weights = started, config, [*config.reward_weights]
         self._of_environment = [name for name in rewards if name not in started]
         self.names = reward_names(rewards, config)
+        weights += [getattr(rewards[name], "weight", 1.0) for name in self._of_environment]
         self.weights = torch.tensor(weights + [1.0] * (len(self.names) - len(weights)), dtype=torch.float64)
         self.signal_weights = self.weights.clone()  # a group's lengths alone do not make it worth training on
         if config.soft_punish_cache:
@@ -197,8 +198,8 @@ def join_rewards(loaded: Mapping[str, Callable | str], of_environment: Mapping[s
     Raises ConfigError if both have the same name."""
     if both := sorted({*loaded} & {*of_environment}):
         raise ConfigError(
-            f"reward_funcs={both[0]!r}: the environment gives a reward of this name too: rename one, because each is "
-            "logged under its name"
+            f"reward_funcs={both[0]!r}: environment or agent gives a reward of this name too: rename one, because each "
+            "is logged under its name"
         )
     return {**loaded, **of_environment}
 

@@ -1,6 +1,7 @@
 """A step's result: its metrics over all ranks, and the coefficients of the next step."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,7 +215,24 @@ def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
             "tools/call_frequency": [outcome.tool_calls for outcome in outcomes],
             f"{_FAILURES}:none": [outcome.tool_failures for outcome in outcomes],
         }
+    if episodes := [rollout for rollout in rollouts if None not in (rollout.branches, rollout.outcome)]:
+        stats |= _stats_of_episodes(episodes)
     return stats
+
+
+def _stats_of_episodes(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return the numbers of a rank's episodes of an agent: the means of what it returned beside its reward, too."""
+    failures = Counter(episode.outcome.failure.replace(" ", "_") for episode in episodes if episode.outcome.failure)
+    parts = defaultdict(list)
+    for episode in episodes:
+        for name, value in episode.outcome.parts.items():
+            parts[f"agent/parts/{name}"].append(value)
+    return {
+        "agent/branches": [len(episode.branches) for episode in episodes],
+        "agent/failure_frequency": [bool(episode.outcome.failure) for episode in episodes],
+        **{f"agent/failures/{kind}:sum": [count] for kind, count in failures.items()},
+        **parts,
+    }
 
 
 def failure_frequency(everyone: Mapping[str, Stats]) -> dict[str, float]:

@@ -34,7 +34,9 @@ class Outcome:
     role `tool`, and of the user where an environment answers in its own words. Each has a `content`, perhaps ''"""
     tool_calls: int = 0
     tool_failures: int = 0  # of the calls: malformed, of no such tool, with other arguments, raised, too slow
-    rewards: dict[str, float] = field(default_factory=dict)  # of the environment, by the name in the log
+    rewards: dict[str, float] = field(default_factory=dict)  # of environment or agent, by the name in the log
+    failure: str = ""  # the kind of failure of an agent's program: an exception's name, timeout; "" without
+    parts: dict[str, float] = field(default_factory=dict)  # of an agent's reward, by name, for metrics alone
 
     def to_json(self) -> bytes:
         """Return it as JSON. A reward of NaN is null."""
@@ -57,6 +59,9 @@ class Outcome:
             raise malformed(f"messages: send none that has {fault}")
         calls = check_int("tool_calls", outcome.tool_calls, least=0)
         check_int("tool_failures", outcome.tool_failures, least=0, most=calls)
+        check_text("failure", outcome.failure)
+        if not isinstance(outcome.parts, dict) or not all(map(is_number, outcome.parts.values())):
+            raise malformed("parts: send an object of numbers")
         if not isinstance(outcome.rewards, dict) or not all(
             value is None or is_number(value) for value in outcome.rewards.values()
         ):

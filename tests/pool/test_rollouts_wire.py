@@ -202,6 +202,8 @@ def nested(depth):
         ({"messages": [calling(nested(51))]}, "more than 55 lists and objects"),
         ({"tool_calls": -1}, "tool_calls '-1'"),
         ({"tool_failures": 3}, "tool_failures '3': send an integer from 0 to 2"),
+        ({"failure": 3}, "failure: send a text"),
+        ({"parts": {"tests": "3"}}, "parts: send an object of numbers"),
         ({"rewards": [1]}, "an object of numbers"),
         ({"rewards": {"a": True}}, "an object of numbers"),
         ({"rewards": {"a": 10**400}}, "an object of numbers"),

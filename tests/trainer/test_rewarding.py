@@ -77,5 +77,5 @@ def test_an_environment_alone_is_enough_and_the_punishment_counts_its_answers_to
 
 
 def test_a_function_and_an_environment_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="^reward_funcs='Game': the environment gives a reward of this name too"):
+    with pytest.raises(ConfigError, match="^reward_funcs='Game': environment or agent gives a reward of this name too"):
         join_rewards({"Game": length}, {"Game": Game})

@@ -1,0 +1,213 @@
+"""Draws the episodes of the user's program: the sampler of a run with `agent`, and what its inputs hold of it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.agents.agent_processes import AgentProgram, AgentPrograms, Ending
+from grpo.agents.exchange import EpisodeLimits, RunningEpisode
+from grpo.agents.gateway import Gateway
+from grpo.agents.tree import Episode, Formats
+from grpo.config.sampling_settings import AnsweringConfig
+from grpo.data.records import Example, Outcome, Rollout
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.drawer import Drawer
+from grpo.sampling.generate import LOOK_EVERY, policy_that_draws
+from grpo.sampling.rows import Rows
+from grpo.sampling.sampler import Groups, Order
+from grpo.usercode.prints import PRINTS
+
+log = logging.getLogger(__name__)
+
+PASSED = "passed"  # the name of the verdict beside an agent's reward
+_FIRST_ROOM = 256  # tokens of a prompt that there is room for before one is longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A reward that the program itself gives."""
+
+    is_verdict: bool
+    weight: float
+
+
+class Agent:
+    """The user's program: in the place of tools and environment (grpo/tools/dialogue.py), which a run with it lacks."""
+
+    tools = None
+    environment = None
+    is_game = False
+
+    def __init__(self, config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
+        """Start nothing yet. An assistant's turn ends with one of `eos_token_ids`."""
+        self.config = config
+        self.label = "agent" if config.agent.startswith("command:") else config.agent.rpartition(":")[2]
+        self.rewards = {self.label: Given(is_verdict=False, weight=1.0), PASSED: Given(is_verdict=True, weight=0.0)}
+        self.formats = Formats(
+            tokenizer,
+            eos_token_ids,
+            config.tool_call_parser,
+            config.chat_template_kwargs,
+            history=config.agent_history,
+        )
+        self.gateway: Gateway | None = None
+        self._failures: Counter[str] = Counter()
+
+    def observe(self, columns: dict[str, Any]) -> str:
+        """See Responder: the program has the row itself."""
+        return ""
+
+    def try_on(self, example: Example) -> None:
+        """Start the gateway and the process that imports the user's file. Raises ConfigError if that cannot be run, or
+        its programs cannot have such a row."""
+        config = self.config
+        self.gateway = Gateway(config.max_concurrent_episodes, segments=config.sequences_per_generate)
+        self.programs = AgentPrograms(
+            config.agent,
+            self.gateway.url,
+            python=config.agent_python,
+            timeout=config.agent_timeout,
+            memory=config.agent_memory,
+        )
+        self.programs.check_row(example.columns)
+
+    def close(self) -> None:
+        """End all programs, after all episodes."""
+        if self.gateway is not None:
+            self.programs.close()
+            self.gateway.shut_down()
+
+    def begin(self, example: Example, session: RunningEpisode) -> tuple[str, AgentProgram]:
+        """Let the program begin with a row; return the episode's key and its process."""
+        key = self.gateway.open(session)
+        with session.lock:  # before the program's first request
+            program = self.programs.begin(example.columns, key)
+            session.on_wait = lambda waits: program.pause() if waits else program.resume()
+        return key, program
+
+    def make_rollout(self, session: RunningEpisode, ending: Ending) -> Rollout:
+        """Make the record of an episode that is over."""
+        episode, rewards, failure = session.episode, {}, ending.failure and (session.refusal or ending.failure)
+        if failure:
+            self._note(failure, ending.text)
+            if (value := self.config.agent_failure_reward) is not None:
+                rewards = {self.label: value, PASSED: 0.0}
+        elif ending.answer is not None and ending.answer.reward is not None:
+            answer = ending.answer
+            passed = answer.reward > 0 if answer.passed is None else answer.passed
+            rewards = {self.label: answer.reward, PASSED: float(passed)}
+        facts = episode.facts()
+        outcome = Outcome(
+            finished=not failure and facts.finished,
+            messages=facts.messages or [{"role": "assistant", "content": ""}],  # of one that asked nothing
+            tool_calls=facts.tool_calls,
+            tool_failures=facts.unreadable_calls,
+            rewards=rewards,
+            failure=failure,
+            parts={} if ending.answer is None else ending.answer.parts,
+        )
+        return Rollout(
+            completion_ids=facts.ids,
+            finished=outcome.finished,
+            text=facts.text,
+            sampling_logprobs=facts.logprobs,
+            policy_version=session.version,
+            outcome=outcome,
+            branches=episode.branches(),
+            tree=facts.tree,
+        )
+
+    def _note(self, failure: str, text: str) -> None:
+        self._failures[failure] += 1
+        if self._failures[failure] == 1:
+            log.warning("%s\nan episode of the agent failed (%s): the others of its kind are counted", text, failure)
+
+
+class AgentSampler(ContinuousSampler):
+    """The sampler of a run whose completions are episodes of a program."""
+
+    def _draw(self, order: Order) -> list[list[Rollout]]:
+        agent, config, context = self._turns, self._turns.config, self._turns.config.longest_sequence
+        on_cpu = self._model.device.type == "cpu"
+        with policy_that_draws(self._model):
+            rows = Rows(
+                self._model,
+                rows=self._rows,
+                slots=self._rows,
+                copies=1,
+                longest_prompt=min(_FIRST_ROOM, context),
+                longest=context,
+                temperature=order.temperature,
+                is_greedy=order.names is None,
+                ends=self.eos_token_ids,
+                graphs=self._graphs(self._model.device) if self._graphs else None,
+                vision=self._vision,
+            )
+            drawer = Drawer(rows, context, 1 if on_cpu else LOOK_EVERY)
+            limits = EpisodeLimits(
+                longest=self._max_new_tokens,
+                context=context,
+                turns=config.most_turns,
+                temperature=config.temperature,
+            )
+            return _Episodes(agent, order, drawer, limits, self._policy_version).run()
+
+
+class _Episodes:
+    """The episodes of one order."""
+
+    def __init__(self, agent: Agent, order: Order, drawer: Drawer, limits: EpisodeLimits, version: int):
+        self._agent, self._order, self._drawer, self._limits, self._version = agent, order, drawer, limits, version
+        self._groups = Groups(order)
+        self._count = len(order.examples) * order.copies
+        self._begun = self._over = 0
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._running: dict[int, tuple[str, RunningEpisode, AgentProgram]] = {}
+
+    def run(self) -> list[list[Rollout]]:
+        try:
+            self._drawer.run(self._is_over)
+        finally:
+            for key, _, program in self._running.values():
+                self._agent.programs.kill(program, "the run ended")
+                self._agent.gateway.close(key)
+            PRINTS.end_batch()
+        return self._groups.all
+
+    def _is_over(self) -> bool:
+        """Take in the episodes that have ended, and let others begin; tell whether all are over."""
+        while not self._ended.empty():
+            number = self._ended.get()
+            key, session, program = self._running.pop(number)
+            self._agent.gateway.close(key)
+            self._groups.add(number, self._agent.make_rollout(session, program.result.result()))
+            self._over += 1
+        while self._begun < self._count and len(self._running) < self._agent.config.max_concurrent_episodes:
+            self._begin(self._begun)
+            self._begun += 1
+        self._groups.hand_over()
+        return self._over == self._count
+
+    def _begin(self, number: int) -> None:
+        example = self._order.examples[number // self._order.copies]
+        session = RunningEpisode(
+            episode=Episode(self._agent.formats, self._order.name(number)),
+            drawer=self._drawer,
+            limits=self._limits,
+            version=self._version,
+        )
+        key, program = self._agent.begin(example, session)
+        self._running[number] = key, session, program
+
+        def end(_: Any) -> None:
+            self._ended.put(number)
+            self._drawer.wake()
+
+        program.result.add_done_callback(end)

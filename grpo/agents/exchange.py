@@ -1,0 +1,219 @@
+"""A request of a program, from the messages that it sent to the answer in OpenAI's form."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo.agents.requests import ChatRequest, Refused
+from grpo.agents.tree import Episode, Node
+from grpo.sampling.drawer import Drawer, Drawn, Segment
+
+MODEL = "policy"  # its name in the API
+_PARTIAL = "\ufffd"  # decoded from a part of a character's bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """What an episode may draw."""
+
+    longest: int  # tokens of a segment
+    context: int  # tokens of a request with its segment
+    turns: int  # segments
+    temperature: float  # the run's
+
+
+@dataclass(eq=False, kw_only=True)
+class RunningEpisode:
+    """A running episode."""
+
+    episode: Episode
+    drawer: Drawer
+    limits: EpisodeLimits
+    version: int  # of the policy
+    on_wait: Callable[[bool], None] = lambda waits: None  # is told that a request begins (True), and that it has ended
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the episode
+    segments: dict[Node, Segment] = field(default_factory=dict)
+    exchanges: dict[str, ChatExchange] = field(default_factory=dict)  # by a request's body, for the client's retries
+    began: float = field(default_factory=time.monotonic)
+    turns: int = 0
+    refusal: str = ""  # the code of the last refusal at a limit, which is how an episode that then fails has failed
+    is_over: bool = False
+
+    def count(self, segments: int) -> None:
+        """Count segments before they are drawn. Raises Refused above the limit."""
+        if self.turns + segments > self.limits.turns:
+            message = f"the episode has {self.turns} turns, and may have {self.limits.turns} (max_turns): end it"
+            raise self.refuse(message, code="max_turns")
+        self.turns += segments
+
+    def refuse(self, message: str, *, code: str, param: str | None = None) -> Refused:
+        """Return the refusal of a request at a limit."""
+        self.refusal = code
+        return Refused(message, code=code, param=param)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let a request of the program wait inside."""
+        self.on_wait(True)
+        try:
+            yield
+        finally:
+            self.on_wait(False)
+
+
+class ChatExchange:
+    """A request while it is drawn and after it."""
+
+    def __init__(self, session: RunningEpisode, wanted: ChatRequest):
+        """Ask for the segments. Raises Refused."""
+        self._session, self._wanted = session, wanted
+        self._tokenizer = session.episode.formats.tokenizer
+        self._answer: dict[str, Any] | None = None
+        self._lock = threading.Lock()  # of the answer, which a retry may wait for too
+        self._pieces: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        """for a stream: which segment has which text by now; None: one has ended"""
+        limits = session.limits
+        _check_sampling(wanted, limits.temperature)
+        with session.lock:
+            session.count(wanted.n)
+            self.nodes: list[Node] = session.episode.ask(wanted)
+        self._prompt_ids = self.nodes[0].prompt_ids
+        length = len(self._prompt_ids)
+        room = min(wanted.max_tokens or limits.longest, limits.longest, limits.context - length)
+        if room < 1:
+            message = f"messages: they have {length} tokens, and with an answer may have {limits.context}: send fewer"
+            raise session.refuse(message, code="context_length_exceeded", param="messages")
+        self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
+        for segment in self._segments:
+            session.drawer.submit(segment)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._session.began
+
+    def _segment(self, number: int, node: Node, room: int) -> Segment:
+        session, watches = self._session, bool(self._wanted.stop) or self._wanted.stream
+        segment = Segment(
+            prompt_ids=self._prompt_ids,
+            room=room,
+            numbers=session.episode.numbers(node, room),
+            after=session.segments.get(node.parent),
+            find_end=(lambda ids: self._watch(number, ids)) if watches else None,
+        )
+        node.asked_at, session.segments[node] = self._seconds(), segment
+        segment.done.add_done_callback(lambda _: self._pieces.put(None))
+        return segment
+
+    def _watch(self, number: int, ids: list[int]) -> int | None:
+        """See Segment.find_end: it ends with the token in which a stop text ends, whose last token may have more."""
+        stop, text = self._wanted.stop, self._text(ids)
+        place = _find_stop(text, stop)
+        if place is None:
+            held_back = max(map(len, stop), default=1) - 1  # a stop text may have begun
+            self._pieces.put((number, text[: len(text) - held_back]))
+            return None
+        self._pieces.put((number, text[:place]))
+        kept = len(ids)
+        while _find_stop(self._text(ids[: kept - 1]), stop) is not None:
+            kept -= 1
+        return kept
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the segments, and return the answer, the same one each time. Raises Refused if the episode ends."""
+        with self._lock:
+            if self._answer is None:
+                self._answer = self._finish()
+            return self._answer
+
+    def hand_over(self, is_gone: bool) -> None:
+        """Note that the program has the answer, unless its connection is gone."""
+        for node in self.nodes:
+            node.is_seen = node.is_seen or not is_gone
+
+    def _finish(self) -> dict[str, Any]:
+        choices = []
+        for number, (node, segment) in enumerate(zip(self.nodes, self._segments, strict=True)):
+            try:
+                drawn = segment.done.result()
+            except CancelledError:
+                raise Refused("the episode is over", code="episode_over") from None
+            except Exception as error:  # the sampler's, which raises it too
+                raise Refused(f"the run has failed: {error}", status=503) from None
+            stop_at = _find_stop(self._text(drawn.ids), self._wanted.stop)
+            with self._session.lock:
+                if self._session.is_over:
+                    raise Refused("the episode is over", code="episode_over")
+                version, node.answered_at = self._session.version, self._seconds()
+                self._session.episode.drew(node, drawn.ids, drawn.logprobs, version, stop_at=stop_at)
+            reason = "stop" if node.finished or stop_at is not None else "length"
+            choices.append(
+                {
+                    "index": number,
+                    "message": node.reply,
+                    "finish_reason": "tool_calls" if node.reply.get("tool_calls") else reason,
+                    "logprobs": self._logprobs(drawn) if self._wanted.logprobs else None,
+                }
+            )
+        prompt, completion = len(self._prompt_ids), sum(len(node.ids) for node in self.nodes)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{self.nodes[0].name}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+    def _logprobs(self, drawn: Drawn) -> dict[str, Any]:
+        content = []
+        for token, logprob in zip(drawn.ids, drawn.logprobs, strict=True):
+            text = self._tokenizer.decode([token])
+            content.append({"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+    def stream(self) -> Iterator[dict[str, Any]]:
+        """Yield the answer in pieces, as they are drawn. A text that may be the begin of a call waits for its end."""
+        head, sent = self._head("chat.completion.chunk"), [0] * len(self.nodes)
+
+        def chunk(number: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            return {**head, "choices": [{"index": number, "delta": delta, "finish_reason": reason}]}
+
+        for number in range(len(self.nodes)):
+            yield chunk(number, {"role": "assistant", "content": ""})
+        left = 0 if self._answer is not None else len(self.nodes)
+        while left:
+            piece = self._pieces.get()
+            if piece is None:
+                left -= 1
+                continue
+            number, text = piece
+            if not self._wanted.tools and len(text) > sent[number] and not text.endswith(_PARTIAL):
+                yield chunk(number, {"content": text[sent[number] :]})
+                sent[number] = len(text)
+        whole = self.answer()
+        for choice in whole["choices"]:
+            number, message = choice["index"], choice["message"]
+            if rest := (message["content"] or "")[sent[number] :]:
+                yield chunk(number, {"content": rest})
+            if calls := message.get("tool_calls"):
+                yield chunk(number, {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]})
+            yield chunk(number, {}, choice["finish_reason"])
+        if self._wanted.include_usage:
+            yield {**head, "choices": [], "usage": whole["usage"]}
+
+
+def _check_sampling(wanted: ChatRequest, temperature: float) -> None:
+    """Refuse other sampling settings than the run's: the loss scores tokens as the run draws them."""
+    for name, value, ours in (("temperature", wanted.temperature, temperature), ("top_p", wanted.top_p, 1)):
+        if value is not None and value != ours:
+            raise Refused(f"{name}: {value:g}: the run draws with {ours:g}: leave it out", param=name)
+
+
+def _find_stop(text: str, stop: list[str]) -> int | None:
+    return min((place for each in stop if (place := text.find(each)) >= 0), default=None)

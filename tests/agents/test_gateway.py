@@ -1,0 +1,275 @@
+"""The OpenAI API of a run: what the real client sends and gets, and that each drawn id is that of a direct draw."""
+
+import concurrent.futures
+import json
+import threading
+
+import openai
+import pytest
+import requests
+import torch
+from models import packed
+from rounding import assert_rounded
+
+from grpo.agents.exchange import EpisodeLimits, RunningEpisode
+from grpo.agents.gateway import Gateway
+from grpo.agents.tree import Episode, Formats
+from grpo.sampling.draw import draw, in_blocks
+from grpo.sampling.drawer import Drawer
+from grpo.sampling.generate import policy_that_draws
+from grpo.sampling.rows import Rows
+
+CONTEXT, LONGEST, TEMPERATURE = 400, 24, 0.9
+ENDS = [*range(100, 130)]  # a model that has learnt nothing rarely ends a turn, so many ids do beside its own end
+QUESTION = [{"role": "user", "content": "Tom has 3 apples."}]
+
+
+class Desk:
+    """A gateway, and a drawer that draws while `open` is on."""
+
+    def __init__(self, model, tokenizer):
+        self.model, self.ends = model, [tokenizer.eos_token_id, *ENDS]
+        self.formats = Formats(tokenizer, self.ends, "auto", None)
+        self.gateway, self.drawer, self.is_open = Gateway(16, 16), None, True
+        self.waits: list[bool] = []
+
+    def begin(self, number: int = 0, turns: int = 100) -> tuple[RunningEpisode, str]:
+        session = RunningEpisode(
+            episode=Episode(self.formats, (7, 3, number)),
+            drawer=self.drawer,
+            limits=EpisodeLimits(longest=LONGEST, context=CONTEXT, turns=turns, temperature=TEMPERATURE),
+            version=5,
+            on_wait=self.waits.append,
+        )
+        return session, self.gateway.open(session)
+
+    def client(self, key: str, **options) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.gateway.url, api_key=key, **{"max_retries": 0} | options)
+
+    def run(self) -> None:
+        settings = {"slots": 16, "copies": 1, "longest_prompt": 8, "longest": CONTEXT, "temperature": TEMPERATURE}
+        with policy_that_draws(self.model):
+            rows = Rows(self.model, rows=16, **settings, is_greedy=False, ends=self.ends, graphs=None, vision=None)
+            self.drawer = Drawer(rows, CONTEXT, look_every=1)
+            self.drawer.run(lambda: not self.is_open)
+
+
+@pytest.fixture(scope="module")
+def desk(model, tokenizer):
+    desk = Desk(packed(model), tokenizer)
+    thread = threading.Thread(target=desk.run)
+    thread.start()
+    while desk.drawer is None:
+        pass
+    yield desk
+    desk.is_open = False
+    desk.drawer.wake()
+    thread.join()
+    desk.gateway.shut_down()
+
+
+def by_hand(desk: Desk, session: RunningEpisode, node) -> None:
+    """Assert that a node's ids are those of a plain forward pass over all ids before each."""
+    numbers = session.episode.numbers(node, len(node.ids))
+    with torch.no_grad():
+        logits = desk.model(torch.tensor([[*node.prompt_ids, *node.ids]])).logits[0, len(node.prompt_ids) - 1 : -1]
+    tokens, logprobs = draw(in_blocks(logits.float() / TEMPERATURE), torch.from_numpy(numbers))
+    assert node.ids == tokens.tolist()
+    assert_rounded(torch.tensor(node.logprobs), logprobs)
+
+
+def branches_hold_each_id_once(session: RunningEpisode) -> None:
+    drawn = sorted(
+        (token, logprob)
+        for branch in session.episode.branches()
+        for token, logprob, is_drawn in zip(branch.completion_ids, branch.sampling_logprobs, branch.drawn, strict=True)
+        if is_drawn
+    )
+    nodes = session.episode.nodes
+    assert drawn == sorted(pair for node in nodes for pair in zip(node.ids, node.logprobs, strict=True))
+
+
+def test_a_conversation_goes_on_from_the_drawn_ids(desk):
+    session, key = desk.begin()
+    chat, messages = desk.client(key).chat.completions, [*QUESTION]
+    for turn in range(4):
+        answer = chat.create(model="policy", messages=messages, logprobs=True)
+        choice = answer.choices[0]
+        node = session.episode.nodes[turn]
+        assert choice.message.content == desk.formats.tokenizer.decode(node.ids, skip_special_tokens=True)
+        assert choice.finish_reason == ("stop" if node.ids[-1] in desk.ends else "length")
+        assert [each.logprob for each in choice.logprobs.content] == node.logprobs
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(node.prompt_ids), len(node.ids))
+        messages += [choice.message, {"role": "user", "content": f"Sure, {turn}?"}]
+    for node, after in zip(session.episode.nodes, session.episode.nodes[1:], strict=False):
+        assert after.prompt_ids[: len(node.prompt_ids) + len(node.ids)] == [*node.prompt_ids, *node.ids]
+    for node in session.episode.nodes:
+        by_hand(desk, session, node)
+    [branch] = session.episode.branches()
+    assert branch.prompt_ids == session.episode.nodes[0].prompt_ids
+    tree = session.episode.facts().tree
+    assert [(row["turn"], row["after"], row["begins"]) for row in tree] == [
+        (0, None, "new_conversation"),
+        *((turn, turn - 1, None) for turn in (1, 2, 3)),
+    ]
+    assert [row["tokens"] for row in tree] == [len(node.ids) for node in session.episode.nodes]
+    times = [row[name] for row in tree for name in ("asked_at", "answered_at")]
+    assert times == sorted(times) and times[-1] > 0
+    branches_hold_each_id_once(session)
+    desk.gateway.close(key)
+
+
+def test_many_at_a_time_draw_what_one_draws_and_a_seed_tells_races_apart(desk):
+    def episode(number: int) -> RunningEpisode:
+        session, key = desk.begin(number)
+        chat = desk.client(key).chat.completions
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            asked = [
+                threads.submit(chat.create, model="policy", messages=QUESTION, seed=seed, n=2) for seed in range(3)
+            ]
+            first = asked[0].result().choices[0].message
+        chat.create(model="policy", messages=[*QUESTION, first, {"role": "user", "content": "And?"}])
+        chat.create(model="policy", messages=[{"role": "user", "content": f"It was: {first.content}"}])
+        desk.gateway.close(key)
+        return session
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        sessions = [*threads.map(episode, range(8))]
+    again = episode(0)
+    for session in sessions:
+        assert len(session.episode.nodes) == 8
+        for node in session.episode.nodes:
+            by_hand(desk, session, node)
+        branches_hold_each_id_once(session)
+        assert session.episode.facts().begun == {"new_conversation": 4}
+    by_key = [{node.key: node.ids for node in each.episode.nodes} for each in (sessions[0], again)]
+    assert by_key[0] == by_key[1]
+    assert sessions[0].episode.nodes[0].ids != sessions[1].episode.nodes[0].ids
+
+
+def test_a_stream_is_the_answer_in_pieces(desk):
+    session, key = desk.begin()
+    chat = desk.client(key).chat.completions
+    texts, reasons, usage = ["", ""], [None, None], None
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in chat.create(model="policy", messages=QUESTION, n=2, stop=["e"], **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    nodes = session.episode.nodes
+    assert texts == [node.reply["content"] for node in nodes]
+    assert not any("e" in text for text in texts)
+    assert usage.completion_tokens == sum(len(node.ids) for node in nodes)
+    decode = desk.formats.tokenizer.decode
+    for node, reason in zip(nodes, reasons, strict=True):
+        by_hand(desk, session, node)
+        assert reason == ("stop" if node.ids[-1] in desk.ends or "e" in decode(node.ids) else "length")
+        assert "e" not in decode(node.ids[:-1], skip_special_tokens=True)  # it ends where the stop text does
+    desk.gateway.close(key)
+
+
+def test_a_retry_draws_nothing_again_and_a_lost_answer_is_not_trained_on(desk):
+    session, key = desk.begin()
+    body = json.dumps({"messages": QUESTION, "model": "policy"})
+    ask = {"url": f"{desk.gateway.url}/chat/completions", "data": body, "headers": {"Authorization": f"Bearer {key}"}}
+    first = requests.post(**ask).json()
+    ask["headers"]["X-Stainless-Retry-Count"] = "1"
+    assert requests.post(**ask).json() == first
+    assert len(session.episode.nodes) == 1
+    del ask["headers"]["X-Stainless-Retry-Count"]
+    assert requests.post(**ask).json()["choices"] != first["choices"]
+    impatient = desk.client(key, timeout=0.002, max_retries=50)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.with_options(max_retries=0).chat.completions.create(model="policy", messages=QUESTION, seed=5)
+    desk.gateway.close(key)
+    assert [node.is_seen for node in session.episode.nodes] == [True, True, False][: len(session.episode.nodes)]
+    branches = session.episode.branches()
+    assert sum(map(sum, (branch.drawn for branch in branches))) == sum(
+        len(node.ids) for node in session.episode.nodes[:2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code", "words"),
+    [
+        ({"temperature": 0.2}, 400, "temperature", None, "temperature: 0.2: the run draws with 0.9: leave it out"),
+        ({"top_p": 0.5}, 400, "top_p", None, "top_p: 0.5: the run draws with 1: leave it out"),
+        ({"messages": []}, 400, "messages", "invalid_value", "messages: no message was sent"),
+        ({"functions": []}, 400, "functions", "unsupported_parameter", "functions: this field is not known here"),
+        (
+            {"messages": [{"role": "user", "content": "many apples " * 300}]},
+            400,
+            "messages",
+            "context_length_exceeded",
+            "with an answer may have 400: send fewer",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_the_clients_terms(desk, fields, status, param, code, words):
+    _, key = desk.begin()
+    with pytest.raises(openai.APIStatusError) as raised:
+        desk.client(key).chat.completions.create(
+            **{"model": "policy", "messages": QUESTION}
+            | {name: fields.pop(name) for name in [*fields] if name != "functions"},
+            extra_body=fields,
+        )
+    assert (raised.value.status_code, raised.value.param, raised.value.code) == (status, param, code)
+    assert words in raised.value.message
+    desk.gateway.close(key)
+
+
+def test_the_runs_own_settings_are_taken_and_models_are_listed(desk):
+    _, key = desk.begin()
+    client = desk.client(key)
+    client.chat.completions.create(model="any", messages=QUESTION, temperature=TEMPERATURE, top_p=1, max_tokens=3)
+    assert [model.id for model in client.models.list()] == ["policy"]
+    desk.gateway.close(key)
+
+
+def test_an_episode_has_its_turns_and_its_key_alone(desk):
+    session, key = desk.begin(turns=2)
+    chat = desk.client(key).chat.completions
+    chat.create(model="policy", messages=QUESTION, n=2)
+    with pytest.raises(openai.BadRequestError, match="has 2 turns, and may have 2"):
+        chat.create(model="policy", messages=QUESTION)
+    desk.gateway.close(key)
+    for wrong in (key, "sk-none"):
+        with pytest.raises(openai.AuthenticationError):
+            desk.client(wrong).chat.completions.create(model="policy", messages=QUESTION)
+    assert len(session.episode.nodes) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/chat/completions", b"{", 400),
+        ("POST", "/chat/completions", b"\xff" * 10, 400),
+        ("POST", "/chat/completions", b"[" * 100_000, 400),
+        ("POST", "/chat/completions", b"x" * (5 << 20), 413),
+        ("GET", "/chat/completions", None, 405),
+        ("POST", "/responses", b"{}", 404),
+    ],
+)
+def test_nonsense_gets_an_error_of_the_api_and_leaves_nothing(desk, method, path, body, status):
+    session, key = desk.begin()
+    answer = requests.request(method, desk.gateway.url + path, data=body, headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    assert session.episode.nodes == []
+    desk.gateway.close(key)
+
+
+def test_what_an_ended_episode_waits_for_is_not_drawn(desk):
+    session, key = desk.begin()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        chat = desk.client(key).chat.completions
+        asked = threads.submit(chat.create, model="policy", messages=QUESTION, n=64, max_tokens=LONGEST)
+        while len(session.segments) < 64:
+            pass
+        desk.gateway.close(key)
+        with pytest.raises(openai.BadRequestError, match="the episode is over"):
+            asked.result()
+    assert session.episode.branches() == []
+    assert desk.waits.count(True) == desk.waits.count(False)
