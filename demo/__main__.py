@@ -4,6 +4,7 @@
     python -m demo --pool        the same, but three workers draw while the trainer learns; one is killed
     python -m demo --vision      the same with pictures: a tiny model that can count shapes learns to look
     python -m demo --tools       the same with tools: a tiny model that mostly guesses learns to look things up
+    python -m demo --agent       the same with a program of the OpenAI API, which has these tools itself
     python -m demo --real        the same with a model that others made: SmolLM2-135M-Instruct learns to add
     python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, or another demo's file
 
@@ -78,8 +79,9 @@ VISION = demo_of(
     "vision", "a tiny model that can look but mostly guesses", (0.20, 0.50), after=0.85, task="demo.pictures"
 )
 TOOLS = demo_of("tools", "a tiny model that can look up but mostly guesses", (0.10, 0.40), after=0.90)
+AGENT = demo_of("agent", TOOLS.model, TOOLS.before, after=TOOLS.after, builder="demo.tools", task="demo.tools")
 REAL = demo_of("real", "the folder of SmolLM2-135M-Instruct", (0.0, 0.30), rise=0.30, shares_model=True)
-KINDS = {"vision": VISION, "tools": TOOLS, "real": REAL}
+KINDS = {"vision": VISION, "tools": TOOLS, "agent": AGENT, "real": REAL}
 
 
 class DemoError(RuntimeError):
@@ -93,6 +95,7 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--vision", action="store_true", help="let a model count shapes in pictures")
     kinds.add_argument("--tools", action="store_true", help="let a model look up what only tools know")
+    kinds.add_argument("--agent", action="store_true", help="let a program of the OpenAI API ask the model")
     kinds.add_argument("--real", action="store_true", help="let SmolLM2-135M-Instruct learn to add")
     kinds.add_argument("--pool", action="store_true", help="let three workers draw, and kill one on the way")
     parser.add_argument("--prepare", action="store_true", help="build model and data only")
@@ -304,6 +307,7 @@ def lines_of(sample: dict) -> list[str]:
     turns = [
         f"-> {message['content']}" if message["role"] == "tool" else next(drawn, "")
         for message in sample.get("messages", [])
+        if message["role"] != "user"  # of an agent: the question, which stands above
     ]
     return [line for turn in turns or drawn for line in textwrap.wrap(turn, WIDTH)]
 
