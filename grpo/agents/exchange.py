@@ -79,20 +79,27 @@ class ChatExchange:
         self._lock = threading.Lock()  # of the answer, which a retry may wait for too
         self._pieces: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         """for a stream: which segment has which text by now; None: one has ended"""
-        limits = session.limits
-        _check_sampling(wanted, limits.temperature)
-        with session.lock:
+        self._is_streamed = False
+        _check_sampling(wanted, session.limits.temperature)
+        with session.lock:  # as whole as its end, which cancels the segments
+            if session.is_over:
+                raise Refused("the episode is over", code="episode_over")
             session.count(wanted.n)
             self.nodes: list[Node] = session.episode.ask(wanted)
-        self._prompt_ids = self.nodes[0].prompt_ids
-        length = len(self._prompt_ids)
-        room = min(wanted.max_tokens or limits.longest, limits.longest, limits.context - length)
-        if room < 1:
-            message = f"messages: they have {length} tokens, and with an answer may have {limits.context}: send fewer"
-            raise session.refuse(message, code="context_length_exceeded", param="messages")
-        self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
+            self._prompt_ids = self.nodes[0].prompt_ids
+            room = self._find_room()
+            self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
         for segment in self._segments:
             session.drawer.submit(segment)
+
+    def _find_room(self) -> int:
+        """Return the most tokens of a segment. Raises Refused without any."""
+        limits, length = self._session.limits, len(self._prompt_ids)
+        room = min(self._wanted.max_tokens or limits.longest, limits.longest, limits.context - length)
+        if room < 1:
+            message = f"messages: they have {length} tokens, and with an answer may have {limits.context}: send fewer"
+            raise self._session.refuse(message, code="context_length_exceeded", param="messages")
+        return room
 
     def _seconds(self) -> float:
         return time.monotonic() - self._session.began
@@ -178,7 +185,8 @@ class ChatExchange:
         return {"content": content, "refusal": None}
 
     def stream(self) -> Iterator[dict[str, Any]]:
-        """Yield the answer in pieces, as they are drawn. A text that may be the begin of a call waits for its end."""
+        """Yield the answer in pieces, as they are drawn; to a retry whole, as the first stream may have taken some. A
+        text that may be the begin of a call waits for its end."""
         head, sent = self._head("chat.completion.chunk"), [0] * len(self.nodes)
 
         def chunk(number: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -186,7 +194,7 @@ class ChatExchange:
 
         for number in range(len(self.nodes)):
             yield chunk(number, {"role": "assistant", "content": ""})
-        left = 0 if self._answer is not None else len(self.nodes)
+        left, self._is_streamed = 0 if self._is_streamed else len(self.nodes), True
         while left:
             piece = self._pieces.get()
             if piece is None:

@@ -191,6 +191,24 @@ def test_a_retry_draws_nothing_again_and_a_lost_answer_is_not_trained_on(desk):
     )
 
 
+def test_a_stream_that_breaks_off_is_had_whole_by_the_retry(desk):
+    session, key = desk.begin()
+    body = json.dumps({"messages": QUESTION, "model": "policy", "stream": True, "n": 3})
+    ask = {"url": f"{desk.gateway.url}/chat/completions", "data": body, "headers": {"Authorization": f"Bearer {key}"}}
+    with requests.post(**ask, stream=True) as broken:
+        next(broken.iter_lines())
+    ask["headers"]["X-Stainless-Retry-Count"] = "1"
+    lines = [line[6:] for line in requests.post(**ask, timeout=20).text.split("\n") if line]
+    assert lines.pop() == "[DONE]"
+    texts = ["", "", ""]
+    for chunk in map(json.loads, lines):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+    assert texts == [node.reply["content"] for node in session.episode.nodes]
+    assert all(node.is_seen for node in session.episode.nodes)
+    desk.gateway.close(key)
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param", "code", "words"),
     [
