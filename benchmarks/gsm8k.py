@@ -88,8 +88,8 @@ def main() -> None:
     name = "".join(filter(str.isalnum, arguments.side)).lower()
     run = folder / (f"seed{arguments.seed}/run" if arguments.side == GRPO else f"{name}-seed{arguments.seed}")
     build(PACKED["0.5b"], folder / "model")
-    words = ["--model_name_or_path", folder / "model", "--seed", arguments.seed, "--output_dir", run]
-    train(words_of([*words, *shlex.split(SIDES[arguments.side]), *options]))
+    words = ["--model_name_or_path", folder / "model", "--seed", arguments.seed]
+    train(words_of(run, [*words, *shlex.split(SIDES[arguments.side]), *options]))
     path = RESULTS / f"{NAME}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results.setdefault(arguments.side, {})[str(arguments.seed)] = measure(run)

@@ -94,6 +94,7 @@ def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_a_killed_training_goes_on(model_folder, tmp_path):
     questions = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(40)]
     for split in ("train", "test"):
