@@ -179,8 +179,10 @@ def test_a_history_that_the_template_writes_otherwise(history):
     tokenizer = talker(THINKS)
     asked = Asked(tokenizer, history=history)
     messages = [user("1?")]
-    for text in ("<think>\nso\n</think>\n\none", "two", "three"):
-        node = asked.ask(messages, spelled(tokenizer, text))
+    for text in ("<think>\nso\n</think>\n\none", "She had apples", "three"):
+        drawn = spelled(tokenizer, text)
+        assert text == "three" or drawn != ids_of(tokenizer, text)
+        node = asked.ask(messages, drawn)
         messages += [sent_back(node), user("And?")]
     whole = rendered(tokenizer, messages[:3])
     assert "so" not in whole

@@ -191,8 +191,12 @@ def test_a_cut_call_is_text(asked):
     cut = ids_of(asked.tokenizer, call("add", a=1), ends=False)
     node = asked.ask([user("1?")], cut, [ADD])
     assert "tool_calls" not in node.reply and not node.finished and not asked.episode.facts().finished
-    small = asked.ask([user("2?")], cut, [ADD], max_tokens=len(cut))
-    assert small.is_stopped
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 2}, {"stop": ["so"], "stop_at": 3}])
+def test_a_segment_that_ended_as_the_program_wanted_is_not_cut(asked, options):
+    node = asked.ask([user("2?")], ids_of(asked.tokenizer, "so", ends=False)[:2], **options)
+    assert node.is_stopped and not node.finished and asked.episode.facts().finished
 
 
 def test_records_tell_what_was_said_once(asked):
@@ -202,6 +206,7 @@ def test_records_tell_what_was_said_once(asked):
     second = asked.ask(history, " one", [ADD])
     sub = asked.ask([user("Translate one.")], "eins")
     third = asked.ask([*history, sent_back(second), user("In German?")], "eins!", [ADD])
+    asked.ask(history, "lost", [ADD], seen=False)
     facts = asked.episode.facts()
     assert facts.messages == [
         {
@@ -216,6 +221,9 @@ def test_records_tell_what_was_said_once(asked):
         user("In German?"),
         {"role": "assistant", "content": "eins!"},
     ]
+    # A message before two segments is told once.
+    asked.ask([*history, sent_back(second), user("In German?")], "zwei", [ADD])
+    assert asked.episode.facts().messages == [*facts.messages, {"role": "assistant", "content": "zwei"}]
     assert facts.ids == [*first.ids, *second.ids, *sub.ids, *third.ids] and len(facts.logprobs) == len(facts.ids)
     assert facts.text == f"{call('add', a=1)}\n one\neins\neins!"
     assert facts.finished and facts.begun == {"new_conversation": 2}

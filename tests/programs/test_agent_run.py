@@ -149,7 +149,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_evaluation_asks_as_the_run_did_and_two_ranks_share_the_episodes(shop, run):
-    finish(2, run("two ranks", branch_weighting="branches", num_generations_eval=2))
+    finish(2, run("two ranks", branch_weighting="branches", max_steps=1, eval_steps=1, save_steps=0))
     evaluated = timeless(run.of("two ranks"))[-1]
     output = run.of("evaluation")
     words = ["--model", run.of("two ranks", "model"), "--agent", f"{shop}/agent.py:solve", "--output", output]

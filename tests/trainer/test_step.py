@@ -305,11 +305,12 @@ def of_episodes(plain: Plain, settings: LossSection, sampled: bool) -> tuple[dic
 def test_branches_of_episodes_are_weighed_as_the_loss_says(model_folder, tmp_path, plain, few, ranks):
     """Trees that share prompts and drawn tokens, whose branches are on any rank and in any micro-batch."""
     draw, cases, count = random.Random(ranks), [], len(branch_samples())
-    chosen = few(OF_EPISODES, 10)
+    chosen = few(OF_EPISODES, 5)
     for number, settings in enumerate(chosen):
         sampled = "importance_sampling_mode" in settings or "off_policy_mask_threshold" in settings
         first = draw.randrange(count) if ranks == 2 else count
         values = {"beta": BETA, "max_grad_norm": 0.0, "micro_batch_tokens": (1, 60, 150, 10**6)[number % 4], **settings}
+        values |= {"agent": "command: true"}  # without one no episode has branches
         cases.append(
             {
                 "options": [f"--{name}={value}" for name, value in values.items()],
