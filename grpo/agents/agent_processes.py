@@ -194,7 +194,7 @@ class _Host:
 
     def __init__(self, command: list[str], folder: str) -> None:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        # AgentPrograms must not each take all cores. Sets have the same order when a run resumes.
+        # Programs must not each take all cores. Sets have the same order when a run resumes.
         environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ}
         # Ctrl-C is for the trainer.
         self.process = subprocess.Popen(command, **pipes, start_new_session=True, cwd=folder, env=environment)

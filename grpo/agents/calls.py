@@ -20,7 +20,7 @@ import threading
 import traceback
 
 _CLIENT_SECONDS = 7 * 24 * 3600
-_SHOWN = 4000  # characters of a traceback
+_SHOWN, _LONGEST = 4000, 1 << 19  # characters of a traceback, of an answer
 
 
 class CannotRun(Exception):
@@ -197,9 +197,10 @@ def _format(error):
 
 def _make_report(returned):
     try:
-        return {"answer": json.dumps(returned, default=lambda value: value.item())}  # a scalar of NumPy or torch
+        text = json.dumps(returned, default=lambda value: value.item())  # a scalar of NumPy or torch
     except Exception:
-        return {"answer": repr(returned)}
+        text = repr(returned)
+    return {"answer": text[:_LONGEST]}  # the host reads no more, and what is cut is no JSON
 
 
 def _read_report(line):

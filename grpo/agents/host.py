@@ -76,7 +76,7 @@ class Host:
     def __init__(self, agent, reports, limit):
         """`agent`: what becomes a program, and what reads its answer; `reports`: a descriptor; `limit`: in bytes."""
         (self.run, self.read_answer), self.reports, self.limit = agent, reports, limit
-        self.programs, self.rest, self.looked, self.pid = {}, b"", 0.0, os.getpid()
+        self.programs, self.unread, self.looked, self.pid = {}, [], 0.0, os.getpid()
         self.kept = find_children()  # what the user's file started serves all episodes
         self.files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.files[1], self.files[1]))  # two pipes for each program
@@ -104,8 +104,11 @@ class Host:
     def obey(self, chunk):
         if not chunk:
             os._exit(0)  # the guard kills what runs
-        *lines, self.rest = (self.rest + chunk).split(b"\n")
-        killed = set()
+        self.unread.append(chunk)
+        if b"\n" not in chunk:  # a part of a large row
+            return
+        *lines, rest = b"".join(self.unread).split(b"\n")
+        self.unread, killed = [rest], set()
         for order in map(json.loads, lines):
             if "begin" in order:
                 self.begin(order["begin"], order["row"], order["key"])

@@ -219,7 +219,7 @@ def test_a_command_gets_url_key_and_row_and_prints_its_reward(tmp_path, capfd):
                 *("'1.0'", "float('nan')", "float('inf')", "10 ** 400", "[1.0]", "object()", "{'reward': '1'}", "{}"),
                 *("{'passed': True}", "{'reward': 1, 'score': 1}", "{'reward': 1, 'passed': 1}", "Decimal('1')"),
                 *("{'reward': 1, 'parts': [1]}", "{'reward': 1, 'parts': {'a': float('nan')}}", "1 + 2j"),
-                "{'reward': 1, 'parts': {'a': None}}",
+                *("{'reward': 1, 'parts': {'a': None}}", "'x' * 5_000_000", "list(range(10 ** 6))"),
             )
         ),
     ],
@@ -385,6 +385,33 @@ def test_time_outside_requests_is_limited(agent):
         waits.resume()
         assert waits.result.result(60).failure == "timeout" and waits.spent() >= 1.0
         assert end_of(programs, {"do": "value", "value": "1"}).answer.reward == 1
+
+
+def test_time_between_many_requests_adds_up(agent):
+    with started(f"{agent}:solve", timeout=1.0) as programs:
+        program, end = programs.begin({"do": "run", "code": "time.sleep(600)"}, "k"), time.monotonic() + 20
+        while not program.result.done() and time.monotonic() < end:
+            time.sleep(0.1)
+            program.pause()
+            program.resume()
+        assert program.result.done() and program.result.result().failure == "timeout"
+
+
+def test_a_large_row_is_read_once(programs):
+    row, began = {"do": "value", "value": "len(task['text'])", "text": "é" * 5_000_000}, time.monotonic()
+    assert end_of(programs, row).answer.reward == 5_000_000
+    assert time.monotonic() - began < 10  # with a copy for each 64 KiB it takes a minute
+
+
+def test_a_program_finds_no_module_of_the_host(programs):
+    names = [path.stem for path in (REPOSITORY / "grpo/agents").glob("[a-z]*.py")]
+    assert {"host", "gateway"} <= {*names}
+    code = f"""
+import importlib.util
+specs = [importlib.util.find_spec(name) for name in {names}]
+sys.exit(str([spec.origin for spec in specs if spec and "grpo/agents" in spec.origin]))
+"""
+    assert run(programs, code).text.endswith("SystemExit: []\n")
 
 
 def test_memory_of_all_that_a_program_starts_is_limited(agent):
