@@ -19,8 +19,7 @@ from grpo.config.sampling_settings import AnsweringConfig
 from grpo.data.records import Example, Outcome, Rollout
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.drawer import Drawer
-from grpo.sampling.generate import LOOK_EVERY, policy_that_draws
-from grpo.sampling.rows import Rows
+from grpo.sampling.generate import policy_that_draws
 from grpo.sampling.sampler import Groups, Order
 from grpo.usercode.prints import PRINTS
 
@@ -42,8 +41,6 @@ class Agent:
     """The user's program: in the place of tools and environment (grpo/tools/dialogue.py), which a run with it lacks."""
 
     tools = None
-    environment = None
-    is_game = False
 
     def __init__(self, config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
         """Start nothing yet. An assistant's turn ends with one of `eos_token_ids`."""
@@ -135,22 +132,16 @@ class AgentSampler(ContinuousSampler):
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
         agent, config, context = self._turns, self._turns.config, self._turns.config.longest_sequence
-        on_cpu = self._model.device.type == "cpu"
         with policy_that_draws(self._model):
-            rows = Rows(
-                self._model,
+            rows = self._make_rows(
+                order,
                 rows=self._rows,
                 slots=self._rows,
                 copies=1,
                 longest_prompt=min(_FIRST_ROOM, context),
                 longest=context,
-                temperature=order.temperature,
-                is_greedy=order.names is None,
-                ends=self.eos_token_ids,
-                graphs=self._graphs(self._model.device) if self._graphs else None,
-                vision=self._vision,
             )
-            drawer = Drawer(rows, context, 1 if on_cpu else LOOK_EVERY)
+            drawer = Drawer(rows, context, self._look_every)
             limits = EpisodeLimits(
                 longest=self._max_new_tokens,
                 context=context,
@@ -167,7 +158,7 @@ class _Episodes:
         self._agent, self._order, self._drawer, self._limits, self._version = agent, order, drawer, limits, version
         self._groups = Groups(order)
         self._count = len(order.examples) * order.copies
-        self._begun = self._over = 0
+        self._begun = 0
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._running: dict[int, tuple[str, RunningEpisode, AgentProgram]] = {}
 
@@ -188,12 +179,11 @@ class _Episodes:
             key, session, program = self._running.pop(number)
             self._agent.gateway.close(key)
             self._groups.add(number, self._agent.make_rollout(session, program.result.result()))
-            self._over += 1
         while self._begun < self._count and len(self._running) < self._agent.config.max_concurrent_episodes:
             self._begin(self._begun)
             self._begun += 1
         self._groups.hand_over()
-        return self._over == self._count
+        return self._begun == self._count and not self._running
 
     def _begin(self, number: int) -> None:
         example = self._order.examples[number // self._order.copies]

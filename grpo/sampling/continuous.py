@@ -41,23 +41,29 @@ class ContinuousSampler(LocalSampler):
         self._look_every = look_every or (1 if on_cpu else LOOK_EVERY)
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
+        prompts, count = len(order.examples), min(self._rows, len(order.examples) * order.copies)
         with policy_that_draws(self._model):
-            graphs = self._graphs(self._model.device) if self._graphs else None
-            prompts, count = len(order.examples), min(self._rows, len(order.examples) * order.copies)
-            rows = Rows(
-                self._model,
+            rows = self._make_rows(
+                order,
                 rows=count,
                 slots=slots(prompts, count, order.copies),
                 copies=order.copies,
                 longest_prompt=max(len(example.prompt_ids) for example in order.examples),
                 longest=self._max_new_tokens,
-                temperature=order.temperature,
-                is_greedy=order.names is None,
-                ends=self.eos_token_ids,
-                graphs=graphs,
-                vision=self._vision,
             )
             return _Loop(rows, order, self._max_new_tokens, self._turns, self._rollout).run(self._look_every)
+
+    def _make_rows(self, order: Order, **sizes: int) -> Rows:
+        """Make the rows of an order, of these sizes: see Rows."""
+        return Rows(
+            self._model,
+            temperature=order.temperature,
+            is_greedy=order.names is None,
+            ends=self.eos_token_ids,
+            graphs=self._graphs(self._model.device) if self._graphs else None,
+            vision=self._vision,
+            **sizes,
+        )
 
 
 class _Loop:
@@ -158,7 +164,8 @@ class _Loop:
             self._prompts_in[index].hidden = states
         if taken:
             self._begin_in(free[: len(taken)], taken)
-        self._bring_forward()
+        draws = [completion is not None and completion.answer is None for completion in self._in_rows]
+        self._rows.bring_forward(self._in_rows, draws, free_for_good=not self._left)
 
     def _begin_in(self, rows: list[int], numbers: list[int]) -> None:
         cells, hidden = [], []
@@ -172,19 +179,6 @@ class _Loop:
         names = self._order.names
         random_numbers = names and [uniforms(names[number], self._longest) for number in numbers]
         self._rows.begin(rows, cells, hidden, random_numbers)
-
-    def _bring_forward(self) -> None:
-        """Let the last rows that draw change places with the first ones that do not."""
-        draws = [completion is not None and completion.answer is None for completion in self._in_rows]
-        drawing = sum(draws)
-        moved = [row for row in range(drawing, len(draws)) if draws[row]]
-        to = [row for row in range(drawing) if not draws[row]]
-        back = [(there, here) for here, there in zip(moved, to, strict=True) if self._in_rows[there] is not None]
-        moves = [*zip(moved, to, strict=True), *back]
-        self._rows.move([row for row, _ in moves], [row for _, row in moves])
-        for here, there in zip(moved, to, strict=True):
-            self._in_rows[here], self._in_rows[there] = self._in_rows[there], self._in_rows[here]
-        self._rows.arrange(drawing, free_for_good=not self._left)
 
 
 @dataclass(eq=False, kw_only=True)

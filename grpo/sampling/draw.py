@@ -8,6 +8,9 @@ Logits are in blocks of the vocabulary, float32 [blocks, rows, size], -inf beyon
 while the block is in cache, and only the block in which a token lies is looked through. A small vocabulary is one.
 """
 
+import math
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,6 +30,12 @@ def uniforms(name: Name, count: int) -> np.ndarray:
     key = (seed >> 32,) if seed >> 32 else ()
     words = np.random.SeedSequence((seed & 0xFFFFFFFF, group, place), spawn_key=key)
     return np.random.Generator(np.random.Philox(words)).random(count)
+
+
+def check_drawn(logprobs: Iterable[float]) -> None:
+    """Raise FloatingPointError if a drawn token has no log-prob."""
+    if math.isnan(sum(logprobs)):
+        raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
 
 
 def in_blocks(logits: Tensor) -> Tensor:

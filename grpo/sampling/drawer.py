@@ -7,7 +7,6 @@ the ids before it and its random numbers; which rows are computed beside it move
 """
 
 import contextlib
-import math
 import queue
 import threading
 from collections import deque
@@ -18,6 +17,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from grpo.sampling.draw import check_drawn
 from grpo.sampling.rows import PLACE, Rows
 
 _WAIT = 0.05  # seconds of a wait for requests, between two looks at whether all is over
@@ -73,7 +73,7 @@ class Drawer:
         """Ask for a segment; its future is done once it is drawn. From any thread."""
         self._new.put(segment)
         if self._is_over:
-            self._fail(RuntimeError("nothing is drawn any more"))
+            self._fail(_over())
 
     def wake(self) -> None:
         """Let `run` ask now whether all is over, if it draws nothing. From any thread."""
@@ -82,21 +82,20 @@ class Drawer:
     def run(self, is_over: Callable[[], bool]) -> None:
         """Draw until `is_over`, which is asked again and again. What is asked for after that fails, as all does if a
         forward pass fails. Raises FloatingPointError for logits that are NaN."""
+        error: BaseException = _over()
         try:
             while True:
-                busy = bool(self._waiting) or self._count_drawing() > 0
-                self._take_new(block=not busy)
+                self._take_new(block=not (self._waiting or any(self._drawing())))
                 if is_over():
                     return
                 self._begin()
                 self._draw()
-        except BaseException as error:
-            self._is_over = True
-            self._fail(error)
+        except BaseException as raised:
+            error = raised
             raise
         finally:
             self._is_over = True
-            self._fail(RuntimeError("nothing is drawn any more"))
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         with self._failing:  # threads that come too late call it, too
@@ -107,8 +106,9 @@ class Drawer:
                     segment.done.set_exception(error)
             self._waiting.clear()
 
-    def _count_drawing(self) -> int:
-        return sum(held is not None and held.is_drawing for held in self._held)
+    def _drawing(self) -> list[bool]:
+        """Tell of each row whether it draws."""
+        return [held is not None and held.is_drawing for held in self._held]
 
     def _take_new(self, block: bool) -> None:
         with contextlib.suppress(queue.Empty):
@@ -141,13 +141,14 @@ class Drawer:
             self._feed(going_on)
         if fresh:
             self._compute(fresh)
-        self._bring_forward()
+        if going_on or fresh:
+            self._bring_forward()
 
     def _row_of(self, segment: Segment) -> int | None:
         """Return the row that holds the segment's beginning, if there is one, with room for the rest."""
         if segment.after not in self._ended:
             return None
-        row = next(row for row, held in enumerate(self._held) if held is not None and held.segment is segment.after)
+        row = self._row_holding(segment.after)
         between = len(segment.prompt_ids) - len(segment.after.prompt_ids)
         return row if self._held[row].start + between + segment.room <= self._longest else None
 
@@ -159,9 +160,12 @@ class Drawer:
             return None
         oldest = next(iter(self._ended))
         del self._ended[oldest]
-        row = next(row for row, held in enumerate(self._held) if held.segment is oldest)
+        row = self._row_holding(oldest)
         self._let_go(row)
         return row
+
+    def _row_holding(self, segment: Segment) -> int:
+        return next(row for row, held in enumerate(self._held) if held is not None and held.segment is segment)
 
     def _let_go(self, row: int) -> None:
         heappush(self._free_slots, self._held[row].slot)
@@ -204,24 +208,14 @@ class Drawer:
         self._rows.begin([*by_row], cells, hidden, numbers or None)
 
     def _bring_forward(self) -> None:
-        """Let the last rows that draw change places with the first ones that do not."""
-        drawing = self._count_drawing()
-        draws = [held is not None and held.is_drawing for held in self._held]
-        moved = [row for row in range(drawing, len(draws)) if draws[row]]
-        to = [row for row in range(drawing) if not draws[row]]
-        back = [(there, here) for here, there in zip(moved, to, strict=True) if self._held[there] is not None]
-        moves = [*zip(moved, to, strict=True), *back]
-        self._rows.move([row for row, _ in moves], [row for _, row in moves])
-        for here, there in zip(moved, to, strict=True):
-            self._held[here], self._held[there] = self._held[there], self._held[here]
-        self._rows.arrange(drawing, free_for_good=False)
+        self._rows.bring_forward(self._held, self._drawing(), free_for_good=False)
 
     def _draw(self) -> None:
         """Draw more in each row that draws; end the segments that are over, and keep their rows."""
         if not self._rows.drawing:
             return
         self._rows.steps(self._look_every)
-        ended = {*self._rows.look()}
+        ended, is_changed = {*self._rows.look()}, False
         for row, held in enumerate(self._held[: self._rows.drawing]):
             end = int(self._rows.state[PLACE, row]) + 1
             count, segment = min(end - held.start, held.segment.room), held.segment
@@ -233,7 +227,9 @@ class Drawer:
             if is_over:
                 self._rows.cut(row, held.start + count)
                 self._end(row, count)
-        self._bring_forward()
+                is_changed = True
+        if is_changed:  # else the device has the rows' state
+            self._bring_forward()
 
     def _end(self, row: int, count: int) -> None:
         held, segment = self._held[row], self._held[row].segment
@@ -243,6 +239,9 @@ class Drawer:
             return self._let_go(row)
         held.is_drawing = False
         self._ended[segment] = None
-        if math.isnan(sum(logprobs)):
-            raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
+        check_drawn(logprobs)
         segment.done.set_result(Drawn(ids=ids, logprobs=logprobs))
+
+
+def _over() -> RuntimeError:
+    return RuntimeError("nothing is drawn any more")

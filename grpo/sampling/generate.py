@@ -19,7 +19,7 @@ from grpo.model.logprobs import Head, computing, text_at
 from grpo.model.lora import frozen_norms
 from grpo.model.packing import Ids
 from grpo.model.pictures import Vision
-from grpo.sampling.draw import draw, in_blocks, uniforms
+from grpo.sampling.draw import check_drawn, draw, in_blocks, uniforms
 from grpo.sampling.sampler import Groups, OnGroups, Order, Sampler
 
 LOOK_EVERY = 16  # tokens
@@ -265,8 +265,7 @@ class LocalSampler(Sampler):
     def _rollout(self, ids: list[int], logprobs: list[float], drawn: list[bool], dialogue: Dialogue | None) -> Rollout:
         """Make the record of a completion. Raises FloatingPointError if a drawn token has no log-prob."""
         drawn, outcome = (None, None) if dialogue is None else (drawn, dialogue.outcome)
-        if math.isnan(sum(logprobs if drawn is None else compress(logprobs, drawn))):
-            raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
+        check_drawn(logprobs if drawn is None else compress(logprobs, drawn))
         return make_rollout(
             self._tokenizer,
             self.eos_token_ids,

@@ -158,7 +158,7 @@ class Rows:
 
     def begin(self, rows: list[int], cells: list[Cell], hidden: list[Tensor], numbers: list[np.ndarray] | None) -> None:
         """Draw the first token of completions in these rows, which were free. `hidden`: the last hidden state of each
-        one's prompt. `numbers`: its random numbers, all alike float64 [up to longest]."""
+        one's prompt. `numbers`: its random numbers, float64 [up to longest], as many of each."""
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
             slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
@@ -172,7 +172,7 @@ class Rows:
 
     def feed(self, answers: dict[int, list[int]], numbers: dict[int, np.ndarray] | None = None) -> None:
         """Let an answer follow the tokens of each of these rows, and draw the token after it. `numbers`: the random
-        numbers of the tokens after the answer, float64 [any]; without them those that the row began with go on."""
+        numbers of the tokens after the answer, float64 [any]; without them those of the row's begin continue."""
         rows, lengths = [*answers], [1 + len(answer) for answer in answers.values()]  # a row's last token was not fed
         self._make_room((self.state[PLACE, rows] + lengths).max())
         hidden: list[Tensor] = []
@@ -217,6 +217,19 @@ class Rows:
         for values in (self.ids.T, self.logprobs.T, self.state):
             values[:, to] = values[:, rows]
         self.state[:, [row for row in rows if row not in to]] = 0
+
+    def bring_forward(self, held: list, draws: list[bool], free_for_good: bool) -> None:
+        """Let the last rows that draw change places with the first ones that do not, also in `held`: what each row has,
+        None for a free one. `draws`: which of the rows draw. Then do as `arrange`."""
+        drawing = sum(draws)
+        moved = [row for row in range(drawing, len(draws)) if draws[row]]
+        to = [row for row in range(drawing) if not draws[row]]
+        back = [(there, here) for here, there in zip(moved, to, strict=True) if held[there] is not None]
+        moves = [*zip(moved, to, strict=True), *back]
+        self.move([row for row, _ in moves], [row for _, row in moves])
+        for here, there in zip(moved, to, strict=True):
+            held[here], held[there] = held[there], held[here]
+        self.arrange(drawing, free_for_good=free_for_good)
 
     def arrange(self, drawing: int, free_for_good: bool) -> None:
         """Let so many rows draw, the first ones, and tell the device. `free_for_good`: nothing begins any more in free
