@@ -21,12 +21,11 @@ from typing import Any
 
 from grpo.config.errors import ConfigError, RewardError, one_line
 from grpo.usercode.prints import PRINTS
-from grpo.usercode.process import END_SECONDS
+from grpo.usercode.process import END_SECONDS, SLICE, awake_since
 from grpo.wire.json_fields import is_number
 
 _START_SECONDS = 300.0  # to import the user's file
 _STARTS = 3  # at once, before the run ends
-_SLICE = 0.25  # seconds between two looks at the programs' time
 _SHOWN = 4000  # characters of what a host printed last
 _WANTED = 'a number, true, false, null, or {"reward": 1.0, "passed": true, "parts": {"name": 0.5}}'
 
@@ -156,7 +155,7 @@ class AgentPrograms:
 
     def _watch(self) -> None:
         """Kill the programs whose time is over, until `close`."""
-        while not self._closed.wait(_SLICE):
+        while not self._closed.wait(SLICE):
             for program in self._host.running():
                 if program.spent() > self._timeout and not program.failure:
                     self.kill(program, "timeout")
@@ -175,17 +174,15 @@ class AgentPrograms:
 
 
 class _Clock:
-    """Counts seconds, at most two slices between two looks: where this process is stopped or gets no processor, the
-    programs may have had none either."""
+    """Counts seconds, at most those of `awake_since` between two looks, which `_watch` takes."""
 
     def __init__(self) -> None:
         self._lock, self._counted, self._looked = threading.Lock(), 0.0, time.monotonic()
 
     def now(self) -> float:
         with self._lock:
-            looked = time.monotonic()
-            self._counted += min(looked - self._looked, 2 * _SLICE)
-            self._looked = looked
+            self._counted += awake_since(self._looked)
+            self._looked = time.monotonic()
             return self._counted
 
 

@@ -198,7 +198,7 @@ def _format(error):
 def _make_report(returned):
     try:
         text = json.dumps(returned, default=lambda value: value.item())  # a scalar of NumPy or torch
-    except Exception:
+    except Exception:  # what the user's code returned may have an item() of its own
         text = repr(returned)
     return {"answer": text[:_LONGEST]}  # the host reads no more, and what is cut is no JSON
 

@@ -119,17 +119,24 @@ class ChatExchange:
 
     def _watch(self, number: int, ids: list[int]) -> int | None:
         """See Segment.find_end: it ends with the token in which a stop text ends, whose last token may have more."""
-        stop, text = self._wanted.stop, self._text(ids)
-        place = _find_stop(text, stop)
+        place = self._find_stop(ids)
+        if self._wanted.stream:
+            text = self._text(ids)
+            held_back = max(map(len, self._wanted.stop), default=1) - 1  # a stop text may have begun
+            self._pieces.put((number, text[: len(text) - held_back if place is None else place]))
         if place is None:
-            held_back = max(map(len, stop), default=1) - 1  # a stop text may have begun
-            self._pieces.put((number, text[: len(text) - held_back]))
             return None
-        self._pieces.put((number, text[:place]))
         kept = len(ids)
-        while _find_stop(self._text(ids[: kept - 1]), stop) is not None:
+        while self._find_stop(ids[: kept - 1]) is not None:
             kept -= 1
         return kept
+
+    def _find_stop(self, ids: list[int]) -> int | None:
+        """Return the place in the text at which the first stop text begins; None without."""
+        if not self._wanted.stop:
+            return None
+        text = self._text(ids)
+        return min((place for stop in self._wanted.stop if (place := text.find(stop)) >= 0), default=None)
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -155,7 +162,7 @@ class ChatExchange:
                 raise Refused("the episode is over", code="episode_over") from None
             except Exception as error:  # the sampler's, which raises it too
                 raise Refused(f"the run has failed: {error}", status=503) from None
-            stop_at = _find_stop(self._text(drawn.ids), self._wanted.stop)
+            stop_at = self._find_stop(drawn.ids)
             with self._session.lock:
                 if self._session.is_over:
                     raise Refused("the episode is over", code="episode_over")
@@ -221,7 +228,3 @@ def _check_sampling(wanted: ChatRequest, temperature: float) -> None:
     for name, value, ours in (("temperature", wanted.temperature, temperature), ("top_p", wanted.top_p, 1)):
         if value is not None and value != ours:
             raise Refused(f"{name}: {value:g}: the run draws with {ours:g}: leave it out", param=name)
-
-
-def _find_stop(text: str, stop: list[str]) -> int | None:
-    return min((place for each in stop if (place := text.find(each)) >= 0), default=None)

@@ -126,7 +126,7 @@ class Host:
             try:
                 self.become_program(prints_end)
                 self.run(row, key, answers_end)
-            except BaseException:
+            except BaseException:  # whatever it is, a fork never returns to the host's loop
                 traceback.print_exc()
             os._exit(127)
         os.close(prints_end)

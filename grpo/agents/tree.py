@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -195,7 +194,7 @@ class Episode:
     def facts(self) -> Facts:
         """Return what records need, of the episode so far."""
         seen = [node for node in self.nodes if node.is_seen]
-        parents = {node.parent for node in seen}
+        parents, turns = {node.parent for node in seen}, {node: turn for turn, node in enumerate(self.nodes)}
         decode = functools.partial(self.formats.tokenizer.decode, skip_special_tokens=True)
         requests = {id(node.asked): node.asked for node in seen}.values()
         return Facts(
@@ -209,7 +208,7 @@ class Episode:
             unreadable_calls=sum(node.unreadable for node in seen),
             begun=dict(Counter(asked.begins for asked in requests if asked.begins is not None)),
             unseen=sum(bool(node.ids) and not node.is_seen for node in self.nodes),
-            tree=[*map(_describe, self.nodes, itertools.repeat({node: turn for turn, node in enumerate(self.nodes)}))],
+            tree=[_describe(node, turns) for node in self.nodes],
         )
 
     def _find(

@@ -28,7 +28,7 @@ from grpo.usercode.prints import PRINTS
 
 _START_SECONDS = 300.0  # to import the user's files; not a part of a call's deadline
 END_SECONDS = 30.0  # to kill all descendants
-_SLICE = 0.25  # seconds of a wait at a time
+SLICE = 0.25  # seconds of a wait at a time
 _LATE_CHUNKS = 64  # of an answer, read after its deadline; more is a flood
 
 
@@ -37,10 +37,10 @@ def count_processes() -> int:
     return max(2, min(16, cores_here()))
 
 
-def _awake_since(began: float) -> float:
-    """Return how long a wait of at most _SLICE took, twice that at most: where this process is stopped or gets no
+def awake_since(began: float) -> float:
+    """Return how long a wait of at most SLICE took, twice that at most: where this process is stopped or gets no
     processor, the user's code may have had none either, and its answer may lie here unread."""
-    return min(time.monotonic() - began, 2 * _SLICE)
+    return min(time.monotonic() - began, 2 * SLICE)
 
 
 class CallLost(Exception):
@@ -155,14 +155,14 @@ class UserProcess:
         """Do what the socket may block. Raises TimeoutError once no second of the call is left."""
         while True:
             began = time.monotonic()
-            self._socket.settimeout(max(1e-3, min(self._left, _SLICE)))
+            self._socket.settimeout(max(1e-3, min(self._left, SLICE)))
             try:
                 return action(argument)
             except TimeoutError:
                 if self._left <= 0:
                     raise
             finally:
-                self._left -= _awake_since(began)
+                self._left -= awake_since(began)
 
     def _read_line(self) -> bytes:
         """Read a line. Raises TimeoutError if it does not come in time, EOFError at the end."""
@@ -196,8 +196,8 @@ async def ended_within(seconds: float | None, call: Coroutine) -> asyncio.Task:
             raise CallLost(f"gave no answer within {seconds:g} s")
         began = time.monotonic()
         # Not wait_for: a TimeoutError that the user's code raises is an error like any other.
-        await asyncio.wait([task], timeout=min(left, _SLICE))
-        left -= _awake_since(began)
+        await asyncio.wait([task], timeout=min(left, SLICE))
+        left -= awake_since(began)
     return task
 
 
