@@ -24,6 +24,7 @@ from grpo.usercode.prints import PRINTS
 from grpo.usercode.process import END_SECONDS, SLICE, awake_since
 from grpo.wire.json_fields import is_number
 
+HOST_LOST = "host lost"  # the failure of the programs that run when their host ends
 _START_SECONDS = 300.0  # to import the user's file
 _STARTS = 3  # at once, before the run ends
 _SHOWN = 4000  # characters of what a host printed last
@@ -103,13 +104,14 @@ class AgentPrograms:
         """Raise ConfigError if JSON cannot hold a row."""
         self._make_plain(row)
 
-    def begin(self, row: Mapping[str, Any], key: str) -> AgentProgram:
-        """Start a program with a row of the dataset, and the key of its requests; it seeds its random numbers, too.
+    def begin(self, row: Mapping[str, Any], key: str, seed: int) -> AgentProgram:
+        """Start a program with a row of the dataset, the key of its requests, and the seed, below 2^32, of its random
+        numbers.
 
         Raises ConfigError if JSON cannot hold the row, RewardError if no host starts, CancelledError after `close`.
         """
         program = AgentProgram(next(self._numbers), self._clock.now)
-        order = {"begin": program.number, "row": self._make_plain(row), "key": key}
+        order = {"begin": program.number, "row": self._make_plain(row), "key": key, "seed": seed}
         while True:
             with self._starting:
                 if self._host.is_lost:
@@ -197,7 +199,7 @@ class _Host:
         self.process = subprocess.Popen(command, **pipes, start_new_session=True, cwd=folder, env=environment)
         self.ready: Future[str] = Future()  # why the agent cannot be run, or ""
         self.is_lost, self.printed = False, ""
-        self._failure = "host lost"  # of the programs that its end ends
+        self._failure = HOST_LOST  # of the programs that its end ends
         self._running: dict[int, AgentProgram] = {}
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._printer = threading.Thread(target=self._show, name="programs' prints", daemon=True)

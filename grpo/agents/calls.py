@@ -28,8 +28,8 @@ class CannotRun(Exception):
 
 
 def load(agent, url):
-    """Return what runs the agent in a process of its own, with a row, a key and a descriptor for its answer, and what
-    reads the last line there: "answer", a text of JSON, or "failure" and "text". Raises CannotRun."""
+    """Return what runs the agent in a process of its own, with a row, a key, a seed and a descriptor for its answer;
+    and what reads the last line there: "answer", a text of JSON, or "failure" and "text". Raises CannotRun."""
     kind, _, words = agent.partition(":")
     return _load_command(words, url) if kind == "command" else _load_function(agent, url)
 
@@ -42,7 +42,7 @@ def _load_command(text, url):
     if not words or shutil.which(words[0]) is None:
         raise CannotRun(f"there is no program {' '.join(words[:1])!r}: write command: and what a shell would run here")
 
-    def run(row, key, answers):
+    def run(row, key, seed, answers):
         with tempfile.TemporaryFile() as file:  # a pipe takes no more than 64 KiB before the program reads
             file.write(json.dumps(row).encode() + b"\n")
             file.seek(0)
@@ -50,7 +50,8 @@ def _load_command(text, url):
         os.dup2(answers, 1)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and so would the command
             signal.signal(number, signal.SIG_DFL)
-        os.execvpe(words[0], words, {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key})
+        variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "GRPO_SEED": str(seed)}
+        os.execvpe(words[0], words, os.environ | variables)
 
     return run, lambda line: {"answer": line} if line else {}
 
@@ -75,12 +76,12 @@ def _load_function(name, url):
     client = make_client(base_url=url, api_key="none", timeout=_CLIENT_SECONDS)
     _warm_up(make_client, is_async)
 
-    def run(row, key, answers):
+    def run(row, key, seed, answers):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
-        random.seed(key)
-        if "numpy" in sys.modules:  # all forks would draw the same
-            sys.modules["numpy"].random.seed(random.getrandbits(32))
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
         _call(function, (row, client.with_options(api_key=key)), answers)
 
     return run, _read_report

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.agents.agent_processes import AgentProgram, AgentPrograms, Ending
+from grpo.agents.agent_processes import HOST_LOST, AgentProgram, AgentPrograms, Ending
 from grpo.agents.exchange import EpisodeLimits, RunningEpisode
 from grpo.agents.gateway import Gateway
+from grpo.agents.journal import Journal, read_program, sum_weights
 from grpo.agents.tree import Episode, Formats
 from grpo.config.sampling_settings import AnsweringConfig
 from grpo.data.records import Example, Outcome, Rollout
@@ -22,6 +25,7 @@ from grpo.sampling.drawer import Drawer
 from grpo.sampling.generate import policy_that_draws
 from grpo.sampling.sampler import Groups, Order
 from grpo.usercode.prints import PRINTS
+from grpo.wire.health import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class Agent:
             history=config.agent_history,
         )
         self.gateway: Gateway | None = None
+        self.journal: Journal | None = None  # of a run that trains
         self._failures: Counter[str] = Counter()
 
     def observe(self, columns: dict[str, Any]) -> str:
@@ -75,6 +80,12 @@ class Agent:
         )
         self.programs.check_row(example.columns)
 
+    def keep_journal(self, folder: Path, rank: int, *, identity: str, oldest: Callable[[], int]) -> None:
+        """Keep in a run's folder what is drawn, and which episodes have ended. `identity` names model, data and
+        settings; for `oldest` see Journal."""
+        run = fingerprint(identity, read_program(self.config.agent))
+        self.journal = Journal(folder / "journal", rank, run=run, oldest=oldest)
+
     def close(self) -> None:
         """End all programs, after all episodes."""
         if self.gateway is not None:
@@ -83,9 +94,11 @@ class Agent:
 
     def begin(self, example: Example, session: RunningEpisode) -> tuple[str, AgentProgram]:
         """Let the program begin with a row; return the episode's key and its process."""
-        key = self.gateway.open(session)
+        key, name = self.gateway.open(session), session.episode.name
+        # A program that begins again asks what it had asked.
+        seed = int(fingerprint(example.index if name is None else name)[:8], 16)
         with session.lock:  # before the program's first request
-            program = self.programs.begin(example.columns, key)
+            program = self.programs.begin(example.columns, key, seed)
             session.on_wait = lambda waits: program.pause() if waits else program.resume()
         return key, program
 
@@ -132,6 +145,9 @@ class AgentSampler(ContinuousSampler):
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
         agent, config, context = self._turns, self._turns.config, self._turns.config.longest_sequence
+        journal = None if order.names is None else agent.journal
+        if journal is not None:
+            journal.begin(self._policy_version, sum_weights(self._model))
         with policy_that_draws(self._model):
             rows = self._make_rows(
                 order,
@@ -148,17 +164,21 @@ class AgentSampler(ContinuousSampler):
                 turns=config.most_turns,
                 temperature=config.temperature,
             )
-            return _Episodes(agent, order, drawer, limits, self._policy_version).run()
+            open_session = functools.partial(
+                RunningEpisode, drawer=drawer, limits=limits, version=self._policy_version, journal=journal
+            )
+            return _Episodes(agent, order, drawer, open_session).run()
 
 
 class _Episodes:
     """The episodes of one order."""
 
-    def __init__(self, agent: Agent, order: Order, drawer: Drawer, limits: EpisodeLimits, version: int):
-        self._agent, self._order, self._drawer, self._limits, self._version = agent, order, drawer, limits, version
+    def __init__(self, agent: Agent, order: Order, drawer: Drawer, open_session: Callable[..., RunningEpisode]):
+        self._agent, self._order, self._drawer, self._open_session = agent, order, drawer, open_session
         self._groups = Groups(order)
         self._count = len(order.examples) * order.copies
         self._begun = 0
+        self._begun_again: set[int] = set()  # episodes whose host was lost
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._running: dict[int, tuple[str, RunningEpisode, AgentProgram]] = {}
 
@@ -178,7 +198,15 @@ class _Episodes:
             number = self._ended.get()
             key, session, program = self._running.pop(number)
             self._agent.gateway.close(key)
-            self._groups.add(number, self._agent.make_rollout(session, program.result.result()))
+            ending = program.result.result()
+            if ending.failure == HOST_LOST and number not in self._begun_again:  # it may be another program's fault
+                self._begun_again.add(number)
+                self._begin(number)
+                continue
+            rollout = self._agent.make_rollout(session, ending)
+            if session.journal is not None:
+                session.journal.end(session.episode.name, rollout)
+            self._groups.add(number, rollout)
         while self._begun < self._count and len(self._running) < self._agent.config.max_concurrent_episodes:
             self._begin(self._begun)
             self._begun += 1
@@ -186,13 +214,11 @@ class _Episodes:
         return self._begun == self._count and not self._running
 
     def _begin(self, number: int) -> None:
-        example = self._order.examples[number // self._order.copies]
-        session = RunningEpisode(
-            episode=Episode(self._agent.formats, self._order.name(number)),
-            drawer=self._drawer,
-            limits=self._limits,
-            version=self._version,
-        )
+        example, name = self._order.examples[number // self._order.copies], self._order.name(number)
+        session = self._open_session(episode=Episode(self._agent.formats, name))
+        if session.journal is not None and (rollout := session.journal.find_rollout(name)):
+            self._groups.add(number, rollout)
+            return
         key, program = self._agent.begin(example, session)
         self._running[number] = key, session, program
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -11,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo.agents.journal import Journal
 from grpo.agents.requests import ChatRequest, Refused
 from grpo.agents.tree import Episode, Node
 from grpo.sampling.drawer import Drawer, Drawn, Segment
+from grpo.wire.health import fingerprint
 
 MODEL = "policy"  # its name in the API
 _PARTIAL = "\ufffd"  # decoded from a part of a character's bytes
@@ -37,6 +40,7 @@ class RunningEpisode:
     drawer: Drawer
     limits: EpisodeLimits
     version: int  # of the policy
+    journal: Journal | None = None  # of an episode that is trained on
     on_wait: Callable[[bool], None] = lambda waits: None  # is told that a request begins (True), and that it has ended
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the episode
     segments: dict[Node, Segment] = field(default_factory=dict)
@@ -90,7 +94,8 @@ class ChatExchange:
             room = self._find_room()
             self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
         for segment in self._segments:
-            session.drawer.submit(segment)
+            if not segment.done.done():
+                session.drawer.submit(segment)
 
     def _find_room(self) -> int:
         """Return the most tokens of a segment. Raises Refused without any."""
@@ -114,6 +119,11 @@ class ChatExchange:
             find_end=(lambda ids: self._watch(number, ids)) if watches else None,
         )
         node.asked_at, session.segments[node] = self._seconds(), segment
+        if session.journal is not None:
+            episode, request = session.episode.name, fingerprint(node.name, room, self._wanted.stop)
+            segment.keep = functools.partial(session.journal.add, episode, request)
+            if drawn := session.journal.find(episode, request):  # before the run was killed
+                segment.done.set_result(drawn)
         segment.done.add_done_callback(lambda _: self._pieces.put(None))
         return segment
 

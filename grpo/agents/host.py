@@ -2,7 +2,7 @@
 
 It stands alone, as the interpreter may be the user's: the standard library, and calls.py beside it.
 
-    trainer -> host    a line of JSON: {"begin": number, "row": {...}, "key": "sk-..."}, or {"kill": number}
+    trainer -> host    a line of JSON: {"begin": number, "row": {...}, "key": "sk-...", "seed": 7}, or {"kill": number}
     host -> trainer    a line of JSON: {} when it is ready, or {"refused": reason}; then for each program that ended
                        {"number", "answer": text of JSON, "text"} or {"number", "failure": kind, "text"}
 
@@ -111,11 +111,11 @@ class Host:
         self.unread, killed = [rest], set()
         for order in map(json.loads, lines):
             if "begin" in order:
-                self.begin(order["begin"], order["row"], order["key"])
+                self.begin(order["begin"], order)
             killed.add(order.get("kill"))
         self.kill([pid for pid, program in self.programs.items() if program.number in killed])
 
-    def begin(self, number, row, key):
+    def begin(self, number, order):
         try:
             (prints, prints_end), (answers, answers_end) = os.pipe(), os.pipe()
             pid = os.fork()
@@ -125,7 +125,7 @@ class Host:
         if pid == 0:
             try:
                 self.become_program(prints_end)
-                self.run(row, key, answers_end)
+                self.run(order["row"], order["key"], order["seed"], answers_end)
             except BaseException:  # whatever it is, a fork never returns to the host's loop
                 traceback.print_exc()
             os._exit(127)

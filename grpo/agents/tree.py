@@ -105,8 +105,8 @@ class Episode:
 
     def __init__(self, formats: Formats, name: Name | None):
         """`name` is seed, group, number in the group: all random numbers follow from it. None draws greedily."""
-        self.formats, self.nodes = formats, []  # in the order of requests
-        self._name = name
+        self.formats, self.name = formats, name
+        self.nodes: list[Node] = []  # in the order of requests
         self._counts: Counter[tuple] = Counter()
         self._answered: dict[tuple[str, str], list[Node]] = defaultdict(list)  # by tools and messages, the reply too
         self._chains: set[str] = set()  # messages that end with a reply, whatever the tools
@@ -146,9 +146,9 @@ class Episode:
 
     def numbers(self, node: Node, count: int) -> np.ndarray | None:
         """Return the random numbers of a node, float64 [count], 0 <= number < 1; None if greedy."""
-        if self._name is None:
+        if self.name is None:
             return None
-        seed, group, place = self._name
+        seed, group, place = self.name
         return uniforms((int(_digest(seed, node.key), 16), group, place), count)
 
     def drew(

@@ -43,17 +43,18 @@ FREE = {
     *("metric_for_best_model", "load_best_model_at_end"),
     *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout", "tool_timeout"),
+    *("agent_python", "agent_timeout", "agent_memory", "max_concurrent_episodes"),
 }
 
 # The settings that may name a Python file of the user's, as path/to/file.py:function.
-USER_FILES = {"reward_funcs", "tools", "environment", "loss_type", "advantage_estimator"}
+USER_FILES = {"reward_funcs", "tools", "environment", "agent", "loss_type", "advantage_estimator"}
 
 
 class RunDescription:
     """What every rank knows of a run before a model is loaded."""
 
     def __init__(self, config: TrainerConfig, examples: list[Example], *, ranks: int, stage: int = 2):
-        self._config = config
+        self.config = config
         # Two prompts of one text may have different pictures.
         prompts = [key_of(row.prompt_ids).hex() if pictures_of(row.prompt_ids) else row.prompt for row in examples]
         in_few_bits = config.quantization != "none" or config.optim == "adamw_8bit"
@@ -106,7 +107,7 @@ class RunDescription:
             what = f"the sum of the column {name!r}"
             check(what, before=before.get(name), now=now.get(name), remedy=remedy)
         check("the weights of datasets", before=saved["weights"], now=ours["weights"], remedy=remedy)
-        if saved["ranks"] != ours["ranks"] and self._config.optim == "adamw_8bit":
+        if saved["ranks"] != ours["ranks"] and self.config.optim == "adamw_8bit":
             raise ConfigError(
                 f"resume_from_checkpoint='{checkpoint}': it is of {saved['ranks']} ranks, and AdamW's moments in 8 "
                 f"bits cannot be rearranged for {ours['ranks']}: start it with {saved['ranks']}"
@@ -114,12 +115,12 @@ class RunDescription:
 
     def _longer_changes_nothing(self) -> bool:
         """Tell whether the steps are the same with another max_steps: the learning rate does not depend on it."""
-        config = self._config
+        config = self.config
         return config.lr_scheduler_type.startswith("constant") and not 0 < config.warmup_steps < 1
 
     def _defaults(self) -> dict[str, Any]:
         """Return each setting's default; of a list [], as only lists with that default are newer than a checkpoint."""
-        return {field.name: [] if field.default is MISSING else field.default for field in fields(self._config)}
+        return {field.name: [] if field.default is MISSING else field.default for field in fields(self.config)}
 
 
 def check_same(checkpoint: Path, what: str, *, before: Any, now: Any, remedy: str) -> None:

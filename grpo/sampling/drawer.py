@@ -41,6 +41,7 @@ class Segment:
     after: "Segment | None" = None  # a segment that has ended, with whose prompt and ids `prompt_ids` begins
     find_end: Callable[[list[int]], int | None] | None = None
     """is told the ids so far, now and then; returns how many of them the segment keeps if it ends with these"""
+    keep: Callable[[Drawn], None] | None = None  # is told what was drawn before anyone else has it
     done: Future[Drawn] = field(default_factory=Future)  # who cancels it wants the segment no more
 
 
@@ -240,7 +241,10 @@ class Drawer:
         held.is_drawing = False
         self._ended[segment] = None
         check_drawn(logprobs)
-        segment.done.set_result(Drawn(ids=ids, logprobs=logprobs))
+        drawn = Drawn(ids=ids, logprobs=logprobs)
+        if segment.keep is not None:
+            segment.keep(drawn)
+        segment.done.set_result(drawn)
 
 
 def _over() -> RuntimeError:

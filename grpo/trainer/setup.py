@@ -96,17 +96,7 @@ def set_up(
     engine, schedule, batcher, sampler = _start_engine(config, inputs, ranks, folder, model, is_new=checkpoint is None)
 
     on_first(ranks.rank, partial(make_run_folder, config, folder))
-    checkpoints = Checkpoints(
-        config=config,
-        folder=folder,
-        tokenizer=inputs.tokenizer,
-        description=description,
-        model=policy_info.fingerprint,
-        reference=reference.fingerprint if reference is not None else "",
-        rank=ranks.rank,
-        best_by=inputs.best_by,
-        processor=inputs.processor,
-    )
+    checkpoints = _checkpoints(inputs, ranks, folder, description, policy=policy_info, reference=reference)
     workers = _pool_sampler(inputs, ranks, checkpoints, pool, model=engine.module, batcher=batcher, stopping=stopping)
     rounds = Rounds(
         config=config,
@@ -169,6 +159,32 @@ def _start_engine(
         with torch.no_grad():  # DeepSpeed's hooks refuse the gradients of some weights: log-probs alone are tried
             batcher, sampler = choose_sampler(config, inputs, model)
     return engine, schedule, batcher, sampler
+
+
+def _checkpoints(
+    inputs: Inputs,
+    ranks: Ranks,
+    folder: Path,
+    description: RunDescription,
+    *,
+    policy: ModelInfo,
+    reference: ModelInfo | None,
+) -> Checkpoints:
+    """Return what keeps checkpoints in the run's folder; beside them an agent keeps its journal."""
+    checkpoints = Checkpoints(
+        config=description.config,
+        folder=folder,
+        tokenizer=inputs.tokenizer,
+        description=description,
+        model=policy.fingerprint,
+        reference=reference.fingerprint if reference is not None else "",
+        rank=ranks.rank,
+        best_by=inputs.best_by,
+        processor=inputs.processor,
+    )
+    if description.config.agent is not None:
+        inputs.turns.keep_journal(folder, ranks.rank, identity=checkpoints.identity, oldest=checkpoints.oldest)
+    return checkpoints
 
 
 def _publisher(

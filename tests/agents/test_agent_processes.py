@@ -139,7 +139,7 @@ def programs(agent, api):
 
 
 def end_of(programs, row, key="sk-1"):
-    return programs.begin(row, key).result.result(60)
+    return programs.begin(row, key, 7).result.result(60)
 
 
 def run(programs, code, **row):
@@ -163,7 +163,7 @@ def below(pid):
 
 
 def test_a_coroutine_asks_with_its_key(programs, api):
-    running = [programs.begin({"do": "ask"}, f"sk-{i}") for i in range(4)]
+    running = [programs.begin({"do": "ask"}, f"sk-{i}", 7) for i in range(4)]
     answers = [program.result.result(60).answer for program in running]
     # Each runs in a process of its own: none sees the others' count.
     assert answers == 4 * [Answer(reward=10.0, passed=None, parts={"count": 1.0})]
@@ -271,7 +271,7 @@ for descriptor in range(3, 64):
     except OSError: pass
 """
     assert run(programs, code).failure in ("no reward", "unreadable reward")
-    running = [programs.begin({"do": "value", "value": str(i)}, "k") for i in range(8)]
+    running = [programs.begin({"do": "value", "value": str(i)}, "k", 7) for i in range(8)]
     assert [program.result.result(60).answer.reward for program in running] == [*range(8)]
     shown, end = "", time.monotonic() + 10
     while shown.count('{"number": 0, "answer": "9"}') < 4 and time.monotonic() < end:
@@ -282,15 +282,16 @@ for descriptor in range(3, 64):
 
 def test_64_run_at_once(programs, tmp_path):
     row = {"do": "wait", "folder": str(tmp_path), "count": 64}
-    running = [programs.begin({**row, "name": i}, "k") for i in range(64)]
+    running = [programs.begin({**row, "name": i}, "k", 7) for i in range(64)]
     assert [program.result.result(60).answer.reward for program in running] == [*range(64)]
     assert threading.active_count() < 16
 
 
-def test_a_key_seeds_the_random_numbers(programs):
+def test_the_random_numbers_follow_from_the_seed(programs, tmp_path):
     value = "[random.random(), float(numpy.random.rand())]"
     row = {"do": "value", "value": f"{{'reward': 0, 'parts': dict(zip('ab', {value}))}}"}
-    a, again, b = (end_of(programs, row, key).answer.parts for key in ("sk-a", "sk-a", "sk-b"))
+    ends = [programs.begin(row, key, seed).result.result(60) for key, seed in (("a", 5), ("b", 5), ("a", 2**32 - 1))]
+    a, again, b = (end.answer.parts for end in ends)
     assert a == again and a["a"] != b["a"] and a["b"] != b["b"]
 
 
@@ -314,13 +315,13 @@ def test_rows_become_json(programs):
     code = "task = {name: each for name, each in task.items() if name not in ('do', 'code')}; sys.exit(repr(task))"
     assert repr(plain) in run(programs, code, **row).text
     with pytest.raises(ConfigError, match=r"^agent='.*': programs .* holds no object: leave the column 'x' out"):
-        programs.begin({"x": [object()]}, "k")
+        programs.begin({"x": [object()]}, "k", 7)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_what_a_program_started_is_gone_when_its_result_comes(programs, tmp_path, is_killed):
     file = tmp_path / "pid"
-    program = programs.begin({"do": "daemon", "file": str(file), "stays": is_killed}, "k")
+    program = programs.begin({"do": "daemon", "file": str(file), "stays": is_killed}, "k", 7)
     pid = read_pid(file)
     if is_killed:
         assert is_alive(pid)
@@ -345,7 +346,7 @@ touch(task["file"])
 wait_for(lambda: os.path.exists(task["go"]))
 """
     row = {"do": "run", "code": code, "file": str(tmp_path / "file"), "go": str(tmp_path / "go")}
-    program = programs.begin(row, "k")
+    program = programs.begin(row, "k", 7)
     while not (tmp_path / "file").exists():
         time.sleep(0.01)
     for pid in [host, *below(host)]:
@@ -365,15 +366,15 @@ def test_a_result_cannot_be_cancelled_by_who_waits(programs):
         waiting = asyncio.wrap_future(program.result)
         waiting.cancel()
 
-    program = programs.begin({"do": "value", "value": "1"}, "k")
+    program = programs.begin({"do": "value", "value": "1"}, "k", 7)
     asyncio.run(wait(program))
     assert program.result.result(60).answer.reward == 1
 
 
 def test_time_outside_requests_is_limited(agent):
     with started(f"{agent}:solve", timeout=1.0) as programs:
-        loops = programs.begin({"do": "run", "code": "while True: pass"}, "k")
-        waits = programs.begin({"do": "run", "code": "time.sleep(600)"}, "k")
+        loops = programs.begin({"do": "run", "code": "while True: pass"}, "k", 7)
+        waits = programs.begin({"do": "run", "code": "time.sleep(600)"}, "k", 7)
         waits.pause()
         waits.pause()
         ending = loops.result.result(60)
@@ -389,7 +390,7 @@ def test_time_outside_requests_is_limited(agent):
 
 def test_time_between_many_requests_adds_up(agent):
     with started(f"{agent}:solve", timeout=1.0) as programs:
-        program, end = programs.begin({"do": "run", "code": "time.sleep(600)"}, "k"), time.monotonic() + 20
+        program, end = programs.begin({"do": "run", "code": "time.sleep(600)"}, "k", 7), time.monotonic() + 20
         while not program.result.done() and time.monotonic() < end:
             time.sleep(0.1)
             program.pause()
@@ -418,7 +419,7 @@ def test_memory_of_all_that_a_program_starts_is_limited(agent):
     allocate = "x = bytearray(300 << 20); time.sleep(600)"
     code = f"subprocess.run([sys.executable, '-c', 'import time; {allocate}'], start_new_session=True)"
     with started(f"{agent}:solve", memory=0.3) as programs:
-        other = programs.begin({"do": "run", "code": "time.sleep(600)"}, "k")
+        other = programs.begin({"do": "run", "code": "time.sleep(600)"}, "k", 7)
         assert run(programs, code).failure == "memory"
         assert not other.result.done()
 
@@ -426,7 +427,7 @@ def test_memory_of_all_that_a_program_starts_is_limited(agent):
 def test_a_lost_host_fails_its_programs_and_is_replaced(agent, tmp_path):
     with started(f"{agent}:solve") as programs:
         others = [
-            programs.begin({"do": "daemon", "file": str(tmp_path / str(i)), "stays": True}, "k") for i in range(2)
+            programs.begin({"do": "daemon", "file": str(tmp_path / str(i)), "stays": True}, "k", 7) for i in range(2)
         ]
         pids = [read_pid(tmp_path / str(i)) for i in range(2)] + below(host_of_this_process())
         assert run(programs, "os.kill(os.getppid(), 9); time.sleep(600)").failure == "host lost"
@@ -437,12 +438,12 @@ def test_a_lost_host_fails_its_programs_and_is_replaced(agent, tmp_path):
 
 def test_close_ends_all(agent, tmp_path):
     with started(f"{agent}:solve") as programs:
-        program = programs.begin({"do": "daemon", "file": str(tmp_path / "pid"), "stays": True}, "k")
+        program = programs.begin({"do": "daemon", "file": str(tmp_path / "pid"), "stays": True}, "k", 7)
         pids = [read_pid(tmp_path / "pid"), host_of_this_process(), *below(host_of_this_process())]
     assert program.result.result(0).failure == "stopped"
     assert not [pid for pid in pids if is_alive(pid)]
     with pytest.raises(CancelledError):
-        programs.begin({"do": "value", "value": "1"}, "k")
+        programs.begin({"do": "value", "value": "1"}, "k", 7)
 
 
 TRAINER = """
@@ -450,7 +451,7 @@ import sys
 from grpo.agents.agent_processes import AgentPrograms
 
 programs = AgentPrograms(sys.argv[1], "http://127.0.0.1:9/v1", timeout=60)
-programs.begin({"do": "daemon", "file": sys.argv[2], "stays": True}, "k").result.result()
+programs.begin({"do": "daemon", "file": sys.argv[2], "stays": True}, "k", 7).result.result()
 """
 
 

@@ -13,6 +13,7 @@ from rounding import assert_rounded
 
 from grpo.agents.exchange import EpisodeLimits, RunningEpisode
 from grpo.agents.gateway import Gateway
+from grpo.agents.journal import Journal
 from grpo.agents.tree import Episode, Formats
 from grpo.sampling.draw import draw, in_blocks
 from grpo.sampling.drawer import Drawer
@@ -33,12 +34,13 @@ class Desk:
         self.gateway, self.drawer, self.is_open = Gateway(16, 16), None, True
         self.waits: list[bool] = []
 
-    def begin(self, number: int = 0, turns: int = 100) -> tuple[RunningEpisode, str]:
+    def begin(self, number: int = 0, turns: int = 100, journal: Journal | None = None) -> tuple[RunningEpisode, str]:
         session = RunningEpisode(
             episode=Episode(self.formats, (7, 3, number)),
             drawer=self.drawer,
             limits=EpisodeLimits(longest=LONGEST, context=CONTEXT, turns=turns, temperature=TEMPERATURE),
             version=5,
+            journal=journal,
             on_wait=self.waits.append,
         )
         return session, self.gateway.open(session)
@@ -291,3 +293,38 @@ def test_what_an_ended_episode_waits_for_is_not_drawn(desk):
             asked.result()
     assert session.episode.branches() == []
     assert desk.waits.count(True) == desk.waits.count(False)
+
+
+def test_what_was_drawn_before_a_kill_is_answered_again_and_only_the_rest_is_drawn(desk, tmp_path):
+    def talk(turns: int) -> tuple[list, list]:
+        journal = Journal(tmp_path, 0, run="run", oldest=lambda: 0)
+        journal.begin(5, "0123")
+        session, key = desk.begin(11, journal=journal)
+        chat, messages, said = desk.client(key).chat.completions, [*QUESTION], []
+        for turn in range(turns):
+            answer = chat.create(model="policy", messages=messages, n=2, max_tokens=9, stop=["e"])
+            said += [choice.message.model_dump() for choice in answer.choices]
+            stream = chat.create(model="policy", messages=[{"role": "user", "content": f"{turn}"}], stream=True)
+            said.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+            messages += [answer.choices[1].message, {"role": "user", "content": "Sure?"}]
+        return said, session.episode.branches()
+
+    said, before = talk(2)
+    computed = desk.drawer.computed + desk.drawer.fed
+    again, branches = talk(2)
+    assert (again, branches) == (said, before)
+    assert desk.drawer.computed + desk.drawer.fed == computed
+    longer, _ = talk(3)
+    assert longer[: len(said)] == said and len(longer) == len(said) + 3
+    assert desk.drawer.computed + desk.drawer.fed > computed
+
+
+def test_a_request_for_more_tokens_is_another_one(desk, tmp_path):
+    journal = Journal(tmp_path, 0, run="run", oldest=lambda: 0)
+    journal.begin(5, "0123")
+    counts = []
+    for tokens in (3, 5, 3):
+        session, key = desk.begin(12, journal=journal)
+        desk.client(key).chat.completions.create(model="policy", messages=QUESTION, max_tokens=tokens)
+        counts.append(len(session.episode.nodes[0].ids))
+    assert counts[0] == counts[2] == 3 < counts[1]

@@ -1,15 +1,23 @@
 """A run whose completions are the episodes of a program that asks by the OpenAI API."""
 
 import json
+import random
+import shutil
 import signal
 import sys
+import time
+from collections import Counter
+from contextlib import suppress
 
 import callers
+import psutil
 import pytest
 from conftest import run_python, running_server
+from processes import left_of, ranks_of
 from recorded import write_rows
+from safetensors.torch import load_file
 from servers import wait_until
-from trainer_runs import finish, lines, options, start, timeless, went_on
+from trainer_runs import finish, lines, options, start, timeless, training, went_on
 
 pytestmark = pytest.mark.slow
 
@@ -119,33 +127,137 @@ def test_a_program_is_trained_with_its_branches_and_failures_are_counted(shop, r
     assert any(record["reward"] > 0 for record in of_training)
 
 
-def test_a_run_that_is_killed_draws_its_round_again_and_leaves_no_program_behind(shop, run, tmp_path):
+@pytest.fixture
+def slow(shop, tmp_path):
+    """An agent whose episodes take from 0 to 2 s, and a folder with a file for each that has begun, by its process."""
     marks = tmp_path / "marks"
     marks.mkdir()
-    (shop / "slow.py").write_text(
-        "import asyncio, os, pathlib\nfrom agent import solve as ask\n\n\nasync def solve(task, client):\n"
-        f"    mark = pathlib.Path({str(marks)!r}, str(os.getpid()))\n    mark.touch()\n"
-        "    await asyncio.sleep(0.5)\n    return await ask(task, client)\n"
+    (tmp_path / "slow.py").write_text(
+        f"import asyncio, os, pathlib, sys\nsys.path.append({str(shop)!r})\nfrom agent import solve as ask\n\n\n"
+        f"async def solve(task, client):\n    pathlib.Path({str(marks)!r}, str(os.getpid())).touch()\n"
+        "    given = await ask(task, client)\n"
+        "    await asyncio.sleep(int(task['question'].split(':')[0]) % 8 * 0.3)\n    return given\n"
     )
-    words = run("killed", agent=f"{shop}/slow.py:solve", eval_steps=0)
+    return f"{tmp_path}/slow.py:solve", marks
+
+
+def journal_of(folder, version: int) -> tuple[dict[tuple, list[int]], dict[tuple, dict]]:
+    """Read the drawn ids by episode and request, and the records of ended episodes; no one is there twice."""
+    records = [record for path in folder.glob(f"journal/{version}-*.jsonl") for record in lines(path)]
+    drawn = {(*record["episode"], record["request"]): record["ids"] for record in records if "ids" in record}
+    ended = {tuple(record["episode"]): record["rollout"] for record in records if "rollout" in record}
+    assert len(drawn) + len(ended) == len(records)
+    return drawn, ended
+
+
+def test_a_killed_run_draws_only_what_it_had_not_and_leaves_no_program_behind(run, slow):
+    agent, marks = slow
+    words, folder = run("killed", agent=agent, eval_steps=0, max_steps=2), run.of("killed")
     process = start(*words)
-    wait_until(lambda: (run.of("killed") / "checkpoint-1").exists(), seconds=90)
-    seen = len([*marks.iterdir()])
-    wait_until(lambda: len([*marks.iterdir()]) > seen, seconds=30)
+    wait_until(lambda: len(journal_of(folder, 1)[1]) >= 6, 90, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     pids = [int(mark.name) for mark in marks.iterdir()]
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=10)
-    assert went_on(finish(1, words)) >= 1
-    assert [row["step"] for row in timeless(run.of("killed"))] == [1, 2, 3]
+    assert not left_of(pids, 10)
+    drawn, ended = journal_of(folder, 1)
+    assert 6 <= len(ended) < 32 and len({name[:3] for name in drawn} - {*ended}) > 0
+
+    output = finish(1, words)
+    assert (
+        went_on(output) == 1 and f"has {len(ended)} episodes of step 2" in output and f"{len(drawn)} answers" in output
+    )
+    assert len([*marks.iterdir()]) - len(pids) == 32 - len(ended)
+    all_drawn, all_ended = journal_of(folder, 1)
+    assert drawn.items() <= all_drawn.items() and len(all_ended) == 32
+    assert all(repr(all_ended[name]) == repr(rollout) for name, rollout in ended.items())
+    for name, rollout in all_ended.items():  # what was drawn before is in it
+        assert len(rollout["completion_ids"]) == sum(len(ids) for key, ids in all_drawn.items() if key[:3] == name)
+    assert [row["step"] for row in timeless(folder)] == [1, 2]
+    assert len(lines(folder / "completions.jsonl")) == len({*map(str, lines(folder / "completions.jsonl"))})
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def test_rounds_after_a_checkpoint_are_taken_from_the_journal_bit_by_bit(run, slow):
+    agent, marks = slow
+    words, folder = run("again", agent=agent, eval_steps=0, save_total_limit=0), run.of("again")
+    finish(1, words)
+    weights, rows = trained_weights(folder), timeless(folder)
+    count = len([*marks.iterdir()])
+    for step in (2, 3):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    finish(1, [*words, f"--resume_from_checkpoint={folder}/checkpoint-1"])
+    assert len([*marks.iterdir()]) == count == 3 * 32
+    assert timeless(folder)[-2:] == rows[-2:]
+    assert trained_weights(folder) == weights
+
+
+def trained_weights(folder) -> dict[str, bytes]:
+    weights = load_file(folder / "model/model.safetensors")
+    return {name: weight.numpy().tobytes() for name, weight in weights.items()}
+
+
+def test_episodes_whose_host_is_lost_begin_again(shop, run, tmp_path):
+    (tmp_path / "kills.py").write_text(
+        f"import os, pathlib, sys\nsys.path.append({str(shop)!r})\nfrom agent import solve as ask\n\n\n"
+        "async def solve(task, client):\n    given = await ask(task, client)\n"
+        f"    mark = pathlib.Path({str(tmp_path)!r}, 'killed')\n"
+        "    if task['question'].startswith('3:') and not mark.exists():\n"
+        "        mark.touch()\n        os.kill(os.getppid(), 9)\n    return given\n"
+    )
+    finish(1, run("host", agent=f"{tmp_path}/kills.py:solve", max_steps=1, eval_steps=0))
+    [row] = timeless(run.of("host"))
+    failed = {name for name in row if name.startswith("agent/failures/")}
+    assert (tmp_path / "killed").exists() and failed == {"agent/failures/LookupError", "agent/failures/SIGABRT"}
+    assert len(journal_of(run.of("host"), 0)[1]) == 32
+
+
+@pytest.mark.rare
+def test_after_twenty_kills_no_episode_is_missing_or_there_twice(run, slow):
+    agent, marks = slow
+    rng, folder, steps = random.Random(5), run.of("often killed"), 16
+    words = run("often killed", agent=agent, eval_steps=0, max_steps=steps, save_total_limit=0)
+    kills: Counter[str] = Counter()
+    versions = range(1, steps)  # what was drawn before the first checkpoint is not needed after it
+    kept: list[tuple[dict, dict]] = [({}, {})] * len(versions)
+    while sum(kills.values()) < 20:
+        begun = {*marks.iterdir()}
+        with training(2, words) as process:
+            wait_until(lambda begun=begun: {*marks.iterdir()} - begun, 90, process)
+            what = ""
+            while what != "rank" and sum(kills.values()) < 20:
+                time.sleep(rng.uniform(0.2, 2.5))
+                what = rng.choice(["rank", "host", "program", "program"])
+                kills[what] += kill(process, what, rng)
+            if what == "rank":
+                assert process.wait(60) != 0
+        now = [journal_of(folder, version) for version in versions]
+        for before, after in zip(kept, now, strict=True):
+            assert all(old.items() <= new.items() for old, new in zip(before, after, strict=True))
+        kept = now
+    assert min(kills[what] for what in ("rank", "host", "program")) >= 3
+    finish(2, words)
+    assert not left_of([int(mark.name) for mark in marks.iterdir()])
+    assert [row["step"] for row in timeless(folder)] == [*range(1, steps + 1)]
+    for version, before in zip(versions, kept, strict=True):
+        now = journal_of(folder, version)
+        assert len(now[1]) == 32
+        assert all(old.items() <= new.items() for old, new in zip(before, now, strict=True))
+    records = [record for record in lines(folder / "completions.jsonl") if record["step"] == steps]
+    assert len(records) == len({json.dumps(record["tree"]) + record["prompt"] for record in records}) > 0
+
+
+def kill(trainer, what: str, rng: random.Random) -> bool:
+    """Kill a rank, or a process that forks programs, or one of these; tell whether there was one."""
+    with suppress(psutil.Error):  # some end meanwhile
+        ranks = [psutil.Process(pid) for pid in ranks_of(trainer)]
+        below = [process for rank in ranks for process in rank.children(recursive=True)]
+        below = [process for process in below if any("host.py" in word for word in process.cmdline())]
+        guards = [process for process in below if process.parent() in ranks]
+        hosts = [process for process in below if process.parent() in guards]
+        programs = [process for process in below if process.parent() in hosts]
+        if found := {"rank": ranks, "host": guards + hosts, "program": programs}[what]:
+            rng.choice(found).kill()
+            return True
+    return False
 
 
 def test_evaluation_asks_as_the_run_did_and_two_ranks_share_the_episodes(shop, run):

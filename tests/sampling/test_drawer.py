@@ -12,7 +12,7 @@ from models import ENDS, packed, random_model
 from rounding import assert_rounded
 
 from grpo.sampling.draw import draw, in_blocks
-from grpo.sampling.drawer import Drawer, Segment
+from grpo.sampling.drawer import Drawer, Drawn, Segment
 from grpo.sampling.generate import policy_that_draws
 from grpo.sampling.rows import Rows
 
@@ -157,3 +157,22 @@ def test_logits_that_are_nan_fail_the_run_and_all_that_wait(model):
         with torch.no_grad():
             weight.copy_(kept)
     assert {type(each.done.exception(1)) for each in asked} == {FloatingPointError}
+
+
+def test_what_was_drawn_is_kept_before_anyone_has_it_and_what_cannot_be_kept_ends_all(model):
+    kept, drawer = [], make_drawer(model, 2)
+
+    def keep(drawn: Drawn) -> None:
+        kept.append((drawn.ids, first.done.done()))
+
+    def fail(drawn: Drawn) -> None:
+        raise OSError(28, "no room")
+
+    first, second = segment([7, 8], 3, keep=keep), segment([7, 9], 6, keep=fail)
+    drawer.submit(first)
+    drawer.submit(second)
+    with policy_that_draws(model), pytest.raises(OSError, match="no room"):
+        drawer.run(lambda: False)
+    assert kept == [(first.done.result().ids, False)]
+    with pytest.raises(OSError, match="no room"):
+        second.done.result(0)

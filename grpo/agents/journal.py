@@ -1,0 +1,149 @@
+"""The journal of a run: what was drawn for episodes, on disk before their programs have it.
+
+    RUN/journal/12-9f86d081884c7d65-rank-0.jsonl    what rank 0 drew after 12 updates
+    {"episode": [seed, group, number], "request": name, "ids": [...], "logprobs": [...]}
+    {"episode": [seed, group, number], "rollout": {...}}    the episode has ended
+
+A run that goes on from a checkpoint draws again all rounds after it. An episode that had ended is taken from the
+journal. The program of any other one begins anew, and gets the same answers as before to the requests that are here.
+So the policy that had drawn them learns from them, and no other: the hex digits are those of its weights and of all
+that a draw follows from (`sum_weights`, `Journal`).
+
+A line is with the system before it is used, so that it survives a kill of any process. The last lines may be lost with
+the machine: then no program is left that has seen them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from grpo.data.records import Branch, Rollout
+from grpo.sampling.drawer import Drawn
+from grpo.sampling.sampler import Name
+from grpo.wire.health import fingerprint
+from grpo.wire.tool_outcomes import Outcome
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """What one rank wrote, and what all of them had written when it began."""
+
+    def __init__(self, folder: Path, rank: int, *, run: str, oldest: Callable[[], int]):
+        """`run`: names the run's settings and data, and its program; `oldest`: returns the step of the oldest
+        checkpoint from which the run may go on."""
+        self._folder, self._rank, self._run, self._oldest = folder, rank, run, oldest
+        self._path: Path | None = None
+        self._requests: dict[tuple[Name, str], Drawn] = {}
+        self._rollouts: dict[Name, Rollout] = {}
+
+    def begin(self, version: int, weights: str) -> None:
+        """Begin or go on with what the policy of these weights draws after `version` updates. Raises OSError."""
+        part = f"{version}-{fingerprint(weights, self._run)}"
+        path = self._folder / f"{part}-rank-{self._rank}.jsonl"
+        if path == self._path:
+            return
+        self._path = path
+        self._requests, self._rollouts = {}, {}
+        self._folder.mkdir(exist_ok=True)
+        self._drop_old()
+        for written in sorted(self._folder.glob(f"{part}-rank-*.jsonl")):
+            self._read(written)
+        if self._requests or self._rollouts:
+            log.info(
+                "the journal has %d episodes of step %d that have ended, and %d answers: they are not drawn again",
+                len(self._rollouts),
+                version + 1,
+                len(self._requests),
+            )
+
+    def find(self, episode: Name, request: str) -> Drawn | None:
+        """Return what was drawn for this request; None if nothing was. From any thread."""
+        return self._requests.get((episode, request))
+
+    def find_rollout(self, episode: Name) -> Rollout | None:
+        """Return the record of an episode that has ended; None for any other."""
+        return self._rollouts.get(episode)
+
+    def add(self, episode: Name, request: str, drawn: Drawn) -> None:
+        """Keep what was drawn. Raises OSError, as `end` does. One thread calls both."""
+        self._write({"episode": episode, "request": request, **asdict(drawn)})
+        self._requests[episode, request] = drawn
+
+    def end(self, episode: Name, rollout: Rollout) -> None:
+        """Keep the record of an episode that has ended."""
+        self._write({"episode": episode, "rollout": asdict(rollout)})
+        self._rollouts[episode] = rollout
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            with open(self._path, "ab", buffering=0) as file:
+                while line:  # a disk that gets full takes a part
+                    line = line[file.write(line) :]
+        except OSError as error:
+            how = f"the journal cannot be written ({error.strerror}): make room, and start the run again"
+            raise OSError(error.errno, how, str(self._path)) from None
+
+    def _read(self, path: Path) -> None:
+        """Take in a file. What was written last may be half a line."""
+        for number, line in enumerate(_whole_lines(path), 1):
+            try:
+                record = json.loads(line)
+                episode = tuple(record["episode"])
+                if "rollout" in record:
+                    self._rollouts[episode] = _read_rollout(record["rollout"])
+                else:
+                    drawn = Drawn(ids=record["ids"], logprobs=record["logprobs"])
+                    self._requests[episode, record["request"]] = drawn
+            except (ValueError, TypeError, KeyError, RecursionError):  # a power cut may leave anything
+                log.warning("line %d of %s is damaged: what it had is drawn again", number, path)
+        if path == self._path:
+            self._cut(path)
+
+    def _cut(self, path: Path) -> None:
+        """Take away the half of a line, after which the next one would be written."""
+        with open(path, "rb+") as file:
+            file.truncate(sum(map(len, _whole_lines(path))))
+
+    def _drop_old(self) -> None:
+        """Delete what no checkpoint leads to any more."""
+        oldest = self._oldest()
+        for path in self._folder.glob("*-rank-*.jsonl"):
+            if int(path.name.partition("-")[0]) < oldest:
+                path.unlink(missing_ok=True)  # other ranks do the same
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _read_rollout(content: dict[str, Any]) -> Rollout:
+    """Make a rollout of what `asdict` made of it."""
+    branches = [Branch(**branch) for branch in content["branches"]]
+    return replace(Rollout(**content), outcome=Outcome(**content["outcome"]), branches=branches)
+
+
+def sum_weights(model: PreTrainedModel) -> str:
+    """Return 16 hex digits of all bits of the weights that are trained: 0.4 s for 500 M weights on a core of a CPU. One
+    update changes them, even where it changes few weights of 16 bits."""
+    trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
+    return fingerprint([torch.hash_tensor(weight).item() for weight in trained])
+
+
+def read_program(agent: str) -> list[str]:
+    """Return a fingerprint of each file that the setting `agent` names. What these import is not known."""
+    kind, _, words = agent.partition(":")
+    names = shlex.split(words) if kind == "command" else [agent.rpartition(":")[0]]
+    paths = (Path(name).expanduser() for name in names)
+    return [fingerprint(path.read_bytes()) for path in paths if path.is_file()]
