@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from talks import ids_of
@@ -67,3 +68,17 @@ class Asked:
         said = {name: options.pop(name) for name in ("seen", "stop_at") if name in options}
         [node] = self.episode.ask(make_request(messages, tools, **options))
         return self.say(node, drawn, **said)
+
+
+def seen_turns(episode: Episode) -> list[dict]:
+    return [turn for turn in episode.facts().tree if turn["seen"]]
+
+
+def unseen(episode: Episode) -> int:
+    """How many segments were drawn, and never seen."""
+    return sum(turn["tokens"] > 0 and not turn["seen"] for turn in episode.facts().tree)
+
+
+def begun(episode: Episode) -> Counter[str]:
+    """How many seen segments begin a branch, by why."""
+    return Counter(turn["begins"] for turn in seen_turns(episode) if turn["begins"])

@@ -92,11 +92,8 @@ class Facts:
     messages: list[Message]
     """as in Outcome.messages: what was drawn, and what the program told the policy after its first request, once"""
     finished: bool  # False if the run's limits cut a segment that nothing follows
-    turns: int  # segments
     tool_calls: int
     unreadable_calls: int  # of them
-    begun: dict[str, int]  # branches, by why they began
-    unseen: int  # segments that were drawn, and whose program had gone
     tree: list[dict[str, Any]]  # each segment: see Rollout.tree
 
 
@@ -196,18 +193,14 @@ class Episode:
         seen = [node for node in self.nodes if node.is_seen]
         parents, turns = {node.parent for node in seen}, {node: turn for turn, node in enumerate(self.nodes)}
         decode = functools.partial(self.formats.tokenizer.decode, skip_special_tokens=True)
-        requests = {id(node.asked): node.asked for node in seen}.values()
         return Facts(
             ids=[*chain.from_iterable(node.ids for node in seen)],
             logprobs=[*chain.from_iterable(node.logprobs for node in seen)],
             text="\n".join(decode(node.ids) for node in seen),
             messages=_tell(seen),
             finished=all(node.finished or node.is_stopped for node in seen if node not in parents),
-            turns=len(seen),
             tool_calls=sum(node.calls for node in seen),
             unreadable_calls=sum(node.unreadable for node in seen),
-            begun=dict(Counter(asked.begins for asked in requests if asked.begins is not None)),
-            unseen=sum(bool(node.ids) and not node.is_seen for node in self.nodes),
             tree=[_describe(node, turns) for node in self.nodes],
         )
 

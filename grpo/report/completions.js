@@ -109,14 +109,28 @@ function segmentNode({ role, text }) {
   return node("div", `segment ${drawn ? "drawn" : "answered"}`,
     node("p", "role", drawn ? "model" : `${role}, not trained on`), textNode("pre", text));
 }
-function completionNode({ text, facts, segments }) {
+function treeNode(tree) {  // an agent's episode: which turn goes on after which, and when the policy was at work
+  const end = Math.max(...tree.map((turn) => turn.answered_at));
+  const rows = tree.map(({ turn, after, begins, prompt_tokens, tokens, seen, asked_at, answered_at }) => {
+    const bar = node("div", "bar");
+    bar.style.marginLeft = `${(100 * asked_at) / end}%`;
+    bar.style.width = `${(100 * (answered_at - asked_at)) / end}%`;
+    const drawn = seen ? short(tokens) : `${short(tokens)}, not trained on: its client was gone`;
+    return [`turn ${turn}`, begins ? begins.replaceAll("_", " ") : `after turn ${after}`, short(prompt_tokens), drawn, [bar],
+      `${short(asked_at)} to ${short(answered_at)}\u00a0s`];
+  });
+  const table = node("table", "tree"), made = node("details", "", node("summary", "soft", `turns of the episode: ${tree.length}`), table);
+  fillTable(table, "", ["", "begins", "tokens before", "drawn", "", "asked and answered"], rows);
+  return made;
+}
+function completionNode({ text, facts, segments, tree }) {
   const verdict = facts.advantage ?? (facts.correct === undefined ? 0 : facts.correct ? 1 : -1);
   const format = (name, value) => typeof value === "boolean" ? (value ? "yes" : "no") : typeof value === "string" ? value
     : (name === "advantage" && value > 0 ? "+" : "") + short(value);
   return node("div", `completion ${verdict > 0 ? "good" : verdict < 0 ? "bad" : ""}`,
     node("p", "facts", ...Object.entries(facts).filter(([name, value]) => !(HEADS.has(name) && known(value))).map(([name, value]) =>
       node("span", "", `${name} `, node("b", "", format(name, value))))),
-    ...(segments?.map(segmentNode) ?? [textNode("pre", text)]));
+    ...(segments?.map(segmentNode) ?? [textNode("pre", text)]), ...(tree?.length ? [treeNode(tree)] : []));
 }
 function pictureNode(name) {
   const src = columns().map((run) => data.pictures[run]?.[name]).find(Boolean);

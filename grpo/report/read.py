@@ -104,8 +104,9 @@ def read_completions(run: RecordedRun, size: int) -> list[dict[str, Any]]:
 
     A group is `{prompt, answer, completions}`, with `pictures`, the names of their files, if its prompt has some;
     `left_out` counts the completions beyond STEP_COMPLETIONS. A completion is `{text, facts}`, with `segments`,
-    `{role, text}` each, if tools or an environment answered. If not all fit, steps are left out evenly, but never the
-    first and the last. The file may be larger than the memory.
+    `{role, text}` each, if tools, an environment or an agent answered, and with the `tree` of an agent's episode, as a
+    Rollout's. If not all fit, steps are left out evenly, but never the first and the last. The file may be larger than
+    the memory.
     """
     path = run.folder / "completions.jsonl"
     if not path.is_file():
@@ -154,11 +155,13 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
             facts = {
                 name: value[:LONGEST_FACT] if isinstance(value, str) else value
                 for name, value in record.items()
-                if name not in _NO_FACTS and (isinstance(value, bool | str) or _is_number(value))
+                if name not in _NO_FACTS and value != "" and (isinstance(value, bool | str) or _is_number(value))
             }
             completion = {"text": _shorten(record.get("completion")), "facts": facts}
             if "messages" in record:
                 completion["segments"] = [_segment(message) for message in record["messages"][:MOST_SEGMENTS]]
+            if "tree" in record:
+                completion["tree"] = record["tree"][:MOST_SEGMENTS]
             groups[-1]["completions"].append(completion)
     return {"step": step, "phase": phase, "groups": groups, "left_out": max(0, block.count - STEP_COMPLETIONS)}
 

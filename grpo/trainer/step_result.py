@@ -223,6 +223,8 @@ def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 def _stats_of_episodes(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
     """Return the numbers of a rank's episodes of an agent: the means of what it returned beside its reward, too."""
     failures = Counter(episode.outcome.failure.replace(" ", "_") for episode in episodes if episode.outcome.failure)
+    turns = [turn for episode in episodes for turn in episode.tree]
+    begins = Counter(turn["begins"] for turn in turns if turn["begins"] is not None and turn["seen"])
     parts = defaultdict(list)
     for episode in episodes:
         for name, value in episode.outcome.parts.items():
@@ -231,6 +233,8 @@ def _stats_of_episodes(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
         "agent/branches": [len(episode.branches) for episode in episodes],
         "agent/failure_frequency": [bool(episode.outcome.failure) for episode in episodes],
         **{f"agent/failures/{kind}:sum": [count] for kind, count in failures.items()},
+        **{f"agent/begins/{reason}:sum": [count] for reason, count in begins.items()},
+        "agent/unseen:sum": [sum(turn["tokens"] > 0 and not turn["seen"] for turn in turns)],
         **parts,
     }
 

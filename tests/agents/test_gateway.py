@@ -9,6 +9,7 @@ import pytest
 import requests
 import torch
 from models import packed
+from requested import begun
 from rounding import assert_rounded
 
 from grpo.agents.exchange import EpisodeLimits, RunningEpisode
@@ -144,7 +145,7 @@ def test_many_at_a_time_draw_what_one_draws_and_a_seed_tells_races_apart(desk):
         for node in session.episode.nodes:
             by_hand(desk, session, node)
         branches_hold_each_id_once(session)
-        assert session.episode.facts().begun == {"new_conversation": 4}
+        assert begun(session.episode) == {"new_conversation": 7}
     by_key = [{node.key: node.ids for node in each.episode.nodes} for each in (sessions[0], again)]
     assert by_key[0] == by_key[1]
     assert sessions[0].episode.nodes[0].ids != sessions[1].episode.nodes[0].ids

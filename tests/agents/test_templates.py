@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from requested import ADD, Asked, sent_back, spelled, tool, user
+from requested import ADD, Asked, begun, sent_back, spelled, tool, user
 from talks import TEMPLATES, call, ids_of, talker
 from tokenizers import AddedToken
 
@@ -53,7 +53,7 @@ def test_a_conversation_goes_on_from_the_ids_drawn(template):
     # Each turn of the policy ends once.
     count = sum(len(ids) for _, ids in asked.given)
     assert sum(branch.drawn) == count
-    assert asked.episode.facts().begun == {"new_conversation": 1}
+    assert begun(asked.episode) == {"new_conversation": 1}
 
 
 def test_a_template_that_writes_the_date_writes_one_for_the_whole_run():
@@ -119,7 +119,7 @@ def test_a_template_that_asks_for_text_gets_arguments_as_text():
     history = [sent_back(first), tool(first.reply["tool_calls"][0]["id"], "1")]
     edited = asked.ask([user("2?"), *history], "1", [ADD])
     assert '"arguments": {"a": 1}}\n</tool_call><|im_end|>' in tokenizer.decode(edited.prompt_ids)
-    assert asked.episode.facts().begun == {"new_conversation": 1, "changed_history": 1}
+    assert begun(asked.episode) == {"new_conversation": 1, "changed_history": 1}
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES, "demo"])
@@ -169,7 +169,7 @@ def test_a_program_that_drops_the_thinking_begins_a_branch():
     asked = Asked(tokenizer)
     first = asked.ask([user("1?")], "<think>\nso\n</think>\n\none")
     asked.ask([user("1?"), sent_back(first, content="one"), user("And?")], "two")
-    assert asked.episode.facts().begun == {"new_conversation": 1, "assistant_not_drawn": 1}
+    assert begun(asked.episode) == {"new_conversation": 1, "assistant_not_drawn": 1}
     sums = [sum(branch.drawn) for branch in asked.episode.branches()]
     assert sorted(sums) == sorted(len(ids) for _, ids in asked.given)
 
@@ -188,11 +188,11 @@ def test_a_history_that_the_template_writes_otherwise(history):
     assert "so" not in whole
     turns = [branch.completion_ids.count(tokenizer.eos_token_id) for branch in asked.episode.branches()]
     if history == "drawn":
-        assert turns == [5] and asked.episode.facts().begun == {"new_conversation": 1}
+        assert turns == [5] and begun(asked.episode) == {"new_conversation": 1}
         assert "so" in tokenizer.decode(node.prompt_ids)
     else:
         # The thinking is left out in the second request. The third goes on from the second, however it is spelled.
-        assert turns == [1, 3] and asked.episode.facts().begun == {"new_conversation": 1, "rendered_otherwise": 1}
+        assert turns == [1, 3] and begun(asked.episode) == {"new_conversation": 1, "rendered_otherwise": 1}
         assert asked.episode.branches()[1].prompt_ids == ids_of(tokenizer, whole, ends=False)
         assert tokenizer.decode(node.prompt_ids) == rendered(tokenizer, messages[:5])
 

@@ -384,6 +384,40 @@ def test_a_conversation_is_shown_as_such_and_what_is_not_trained_on_told_apart(p
 
 @pytest.mark.rare
 @needs_browser
+def test_an_agents_episode_is_shown_as_its_turns_and_when_each_was_drawn(page, tmp_path):
+    def turn(number, after, begins, asked_at, answered_at, **changes):
+        facts = {"turn": number, "after": after, "begins": begins, "prompt_tokens": 1200, "tokens": 30, "seen": True}
+        return facts | {"asked_at": asked_at, "answered_at": answered_at} | changes
+
+    tree = [
+        turn(0, None, "new_conversation", 0.0, 1.0),
+        turn(1, 0, None, 3.0, 4.0),
+        turn(2, None, "changed_history", 7.5, 8.0, seen=False),
+    ]
+    messages = [{"role": "assistant", "content": "It is 7."}]
+    rows = [completion(1, messages=messages, tree=tree, failure=""), completion(1, messages=messages, tree=[])]
+    browser = page(write(tmp_path / "a", metrics(1), rows))
+    assert texts_of(browser, ".completion summary") == ["turns of the episode: 3"]
+    assert "failure" not in texts_of(browser, ".facts")[0]
+    browser.js("document.querySelector('.completion summary').click()")
+    cells = [text.replace("\u00a0", " ") for text in texts_of(browser, ".tree tbody :is(th, td)")]
+    lost = "30, not trained on: its client was gone"
+    assert cells == [
+        *("turn 0", "new conversation", "1,200", "30", "", "0 to 1 s"),
+        *("turn 1", "after turn 0", "1,200", "30", "", "3 to 4 s"),
+        *("turn 2", "changed history", "1,200", lost, "", "7.5 to 8 s"),
+    ]
+    places = browser.js(
+        "[...document.querySelectorAll('.tree .bar')].map((bar) => {"
+        "  const [own, all] = [bar, bar.parentNode].map((each) => each.getBoundingClientRect());"
+        "  const room = all.width - 12;"  # of the cell's padding
+        "  return [(own.left - all.left) / room, own.width / room]; })"
+    )
+    assert places == [pytest.approx(place, abs=0.01) for place in ([0, 1 / 8], [3 / 8, 1 / 8], [7.5 / 8, 0.5 / 8])]
+
+
+@pytest.mark.rare
+@needs_browser
 def test_what_models_wrote_is_shown_and_never_run(page, tmp_path):
     same = {"prompt": HOSTILE[0], "answer": HOSTILE[1], "advantage": -0.5}
     completions = [completion(step, completion=text, **same) for step in (1, 2) for text in HOSTILE]
