@@ -10,12 +10,15 @@ adds a picture to the next question, for a vision-language model.
 
 With --tools or --environment the model calls as in training, and the answers to it are shown in brackets. A line that
 is a JSON object is then a row of a dataset: its `question` or `prompt` is asked, and the environment gets all of it.
+
+With --agent each line, or row, is an episode of its own of the program; what was said in it is shown when it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import sys
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from grpo.model.pictures import Vision
 
 IMAGE = "/image"
+_AGENT_CONTEXT, _AGENT_ROWS = 8192, 4  # of an agent: tokens of a request with its answer; requests at a time
 _LOOK = 0.1  # seconds from one look at Ctrl-C to the next, while a tool or environment is waited for
 
 
@@ -52,6 +56,8 @@ def talk(config: ChatConfig, interactive: bool) -> None:
     from grpo.run.collective import own_place
     from grpo.tools.dialogue import start_turns
 
+    if config.agent is not None:
+        return talk_to_agent(config, interactive)
     _, _, device = own_place()
     tokenizer = load_tokenizer(config)
     settings = load_settings(config)
@@ -73,6 +79,72 @@ def talk(config: ChatConfig, interactive: bool) -> None:
     finally:
         if turns is not None:
             turns.close()  # Python would wait for a call that hangs
+
+
+def talk_to_agent(config: ChatConfig, interactive: bool) -> None:
+    """Let the program of an agent have an episode for each line of stdin. Raises as `talk`, and if the agent cannot be
+    run."""
+    from grpo.agents.episodes import Agent, AgentSampler
+    from grpo.data.conversation import NotAsked, row_of
+    from grpo.data.records import Example
+    from grpo.model.load import length_limits, load_end_ids, load_model, load_settings, load_tokenizer
+    from grpo.model.trial import make_batcher
+    from grpo.run.collective import own_place
+    from grpo.sampling.self_check import make_sampler
+
+    _, _, device = own_place()
+    tokenizer = load_tokenizer(config)
+    ends = load_end_ids(config, load_settings(config), tokenizer)
+    model = load_model(config, device)
+    context = min([_AGENT_CONTEXT, *length_limits(model.config).values()])
+    agent = Agent(config, tokenizer, ends, context=context, rows=_AGENT_ROWS)
+    try:
+        agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+        sampler = make_sampler(
+            model,
+            tokenizer,
+            config.max_completion_length,
+            rows=_AGENT_ROWS,
+            packs=make_batcher(model, tokenizer.pad_token_id).packs,
+            turns=agent,
+            continuous=AgentSampler,
+        )
+        if interactive:
+            print(f"{config.model_name_or_path} answers {agent.label}: Ctrl-C stops an episode, Ctrl-D ends")
+        for turn, line in enumerate(questions(interactive)):
+            try:
+                question, columns = row_of(line)
+                example = Example(index=turn, prompt=question, prompt_ids=[], columns=columns or {"question": line})
+                if config.temperature == 0:
+                    [rollout] = sampler.greedy([example])
+                else:
+                    [[rollout]] = sampler.sample([example], 1, config.temperature, seed=config.seed, ids=[turn])
+            except (NotAsked, KeyboardInterrupt) as error:
+                if not interactive:
+                    raise
+                print(f"({error or 'stopped'})")
+            else:
+                show_episode(rollout)
+    finally:
+        agent.close()
+
+
+def show_episode(rollout: Rollout) -> None:
+    """Print what the model said, what it was told in brackets, and how the episode ended."""
+    from grpo.data.responder import show_answer
+
+    outcome = rollout.outcome
+    for message in outcome.messages:
+        if message["role"] != "assistant":
+            print(show_answer(message | {"name": message.get("name", message["role"])}))
+            continue
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        texts = [message["content"], *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
+        print("\n".join(filter(None, texts)))
+    ended = f"failed: {outcome.failure}" if outcome.failure else "ended"
+    counts = f"{rollout.turns} turns, {len(rollout.branches)} branches, {rollout.drawn_tokens} tokens"
+    given = "".join(f", {name} {value:g}" for name, value in (outcome.rewards | outcome.parts).items())
+    print(f"(the episode {ended}: {counts}{given})", flush=True)
 
 
 def answer_lines(config: ChatConfig, interactive: bool, conversation: Conversation, answerer: Answerer) -> None:

@@ -55,7 +55,7 @@ ENTRIES = {
     "grpo_ref_split": {"prometheus_client"},
     "generate": {"bottle", "waitress", "prometheus_client", "deepspeed", "datasets"},
     "grpo/evaluate": {"prometheus_client", "deepspeed"},
-    "grpo/chat": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
+    "grpo/chat": {"prometheus_client", "deepspeed", "requests"},
     "grpo/report/__main__": {"prometheus_client", "deepspeed", "requests", "torch", "datasets"},
 }
 

@@ -18,7 +18,7 @@ from grpo.agents.exchange import EpisodeLimits, RunningEpisode
 from grpo.agents.gateway import Gateway
 from grpo.agents.journal import Journal, read_program, sum_weights
 from grpo.agents.tree import Episode, Formats
-from grpo.config.sampling_settings import AnsweringConfig
+from grpo.config.sampling_settings import AskedSections
 from grpo.data.records import Example, Outcome, Rollout
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.drawer import Drawer
@@ -46,9 +46,18 @@ class Agent:
 
     tools = None
 
-    def __init__(self, config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
-        """Start nothing yet. An assistant's turn ends with one of `eos_token_ids`."""
-        self.config = config
+    def __init__(
+        self,
+        config: AskedSections,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int],
+        *,
+        context: int,
+        rows: int,
+    ):
+        """Start nothing yet. An assistant's turn ends with one of `eos_token_ids`; `context`: most tokens of a request
+        with its answer; `rows`: the requests that are drawn at a time."""
+        self.config, self.context, self._rows = config, context, rows
         self.label = "agent" if config.agent.startswith("command:") else config.agent.rpartition(":")[2]
         self.rewards = {self.label: Given(is_verdict=False, weight=1.0), PASSED: Given(is_verdict=True, weight=0.0)}
         self.formats = Formats(
@@ -70,7 +79,7 @@ class Agent:
         """Start the gateway and the process that imports the user's file. Raises ConfigError if that cannot be run, or
         its programs cannot have such a row."""
         config = self.config
-        self.gateway = Gateway(config.max_concurrent_episodes, segments=config.sequences_per_generate)
+        self.gateway = Gateway(config.max_concurrent_episodes, segments=self._rows)
         self.programs = AgentPrograms(
             config.agent,
             self.gateway.url,
@@ -144,7 +153,7 @@ class AgentSampler(ContinuousSampler):
     """The sampler of a run whose completions are episodes of a program."""
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
-        agent, config, context = self._turns, self._turns.config, self._turns.config.longest_sequence
+        agent, config, context = self._turns, self._turns.config, self._turns.context
         journal = None if order.names is None else agent.journal
         if journal is not None:
             journal.begin(self._policy_version, sum_weights(self._model))

@@ -27,7 +27,8 @@ def start_turns(
         return start_user_turns(config, tokenizer, eos_token_ids)
     from grpo.agents.episodes import Agent
 
-    return Agent(config, tokenizer, eos_token_ids)
+    rows = config.sequences_per_generate
+    return Agent(config, tokenizer, eos_token_ids, context=config.longest_sequence, rows=rows)
 
 
 def continuous_sampler(config: AnsweringConfig) -> type[ContinuousSampler]:

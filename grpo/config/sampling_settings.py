@@ -217,8 +217,8 @@ class RolloutSection(Section):
 
 
 @dataclass
-class AnsweringConfig(GenerationSection, AgentSection, TurnsSection, AnswerSection, DataSection, SharedConfig):
-    """The settings of answers to a dataset's problems, in training and after it."""
+class AskedSections(AgentSection, TurnsSection, AnswerSection):
+    """The settings of answers, with whatever answers the model in between."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,7 +231,6 @@ class AnsweringConfig(GenerationSection, AgentSection, TurnsSection, AnswerSecti
         is_own = self.system_prompt not in ("", AnswerSection.system_prompt)
         self.check(not is_own, system_prompt="the agent writes its messages itself: leave it out")
         self.system_prompt = ""
-        self.check(self.sampler == "continuous", sampler="an agent asks the trainer's own rows: use continuous")
 
     @property
     def has_turns(self) -> bool:
@@ -241,6 +240,16 @@ class AnsweringConfig(GenerationSection, AgentSection, TurnsSection, AnswerSecti
     def most_turns(self) -> int:
         """the segments that an agent's episode may have"""
         return self.max_turns or 100
+
+
+@dataclass
+class AnsweringConfig(GenerationSection, AskedSections, DataSection, SharedConfig):
+    """The settings of answers to a dataset's problems, in training and after it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_own = self.agent is None or self.sampler == "continuous"
+        self.check(is_own, sampler="an agent asks the trainer's own rows: use continuous")
 
     @property
     def longest_sequence(self) -> int:
@@ -260,7 +269,7 @@ class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
 
 
 @dataclass
-class ChatConfig(TurnsSection, AnswerSection, SharedConfig):
+class ChatConfig(AskedSections, SharedConfig):
     """Every setting of `grpo chat`."""
 
     HEADING = "conversation"

@@ -60,7 +60,7 @@ class Conversation:
         """Return the prompt with the question of a line. Raises NotAsked, and RewardError if the environment fails."""
         question, columns, tools = line, {}, None
         if self._turns is not None:
-            question, columns = _row_of(line)
+            question, columns = row_of(line)
             question = add_observation(question, self._turns.observe(columns))
             tools = self._turns.tools
         if not self._config.keep_history:
@@ -94,12 +94,14 @@ class Conversation:
             self._messages += answer.outcome.messages
 
 
-def _row_of(line: str) -> tuple[str, dict[str, Any]]:
+def row_of(line: str) -> tuple[str, dict[str, Any]]:
     """Return the question of a line, and the columns of its row if the line is a JSON object. Raises NotAsked."""
+    columns = None
     with contextlib.suppress(ValueError):
-        if isinstance(columns := json.loads(line), dict):
-            question = columns.get("question", columns.get("prompt"))
-            if not isinstance(question, str):
-                raise NotAsked("the row has no text as `question` or `prompt`: add it")
-            return question, columns
-    return line, {}
+        columns = json.loads(line)
+    if not isinstance(columns, dict):
+        return line, {}
+    question = columns.get("question", columns.get("prompt"))
+    if not isinstance(question, str):
+        raise NotAsked("the row has no text as `question` or `prompt`: add it")
+    return question, columns

@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -12,7 +14,7 @@ from contextlib import suppress
 import callers
 import psutil
 import pytest
-from conftest import run_python, running_server
+from conftest import ENVIRONMENT, REPOSITORY, run_python, running_server
 from processes import left_of, ranks_of
 from recorded import write_rows
 from safetensors.torch import load_file
@@ -20,6 +22,8 @@ from servers import wait_until
 from trainer_runs import finish, lines, options, start, timeless, training, went_on
 
 pytestmark = pytest.mark.slow
+
+TEXT = {"text": True, "capture_output": True, "timeout": 120}
 
 AGENT = '''
 import json
@@ -260,6 +264,28 @@ def kill(trainer, what: str, rng: random.Random) -> bool:
     return False
 
 
+@pytest.mark.rare
+def test_256_episodes_wait_at_once_and_hold_no_row(shop, run, tmp_path):
+    """Each waits between its two requests until all others wait, too; 64 rows draw."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    (tmp_path / "waits.py").write_text(
+        f"import asyncio, os, pathlib\n\nMARKS = pathlib.Path({str(marks)!r})\n\n\n"
+        "async def solve(task, client):\n    messages = [{'role': 'user', 'content': task['question']}]\n"
+        "    answer = await client.chat.completions.create(model='policy', messages=messages)\n"
+        "    (MARKS / str(os.getpid())).touch()\n"
+        "    while len(os.listdir(MARKS)) < 256:\n        await asyncio.sleep(0.5)\n"
+        "    messages += [answer.choices[0].message, {'role': 'user', 'content': 'Sure?'}]\n"
+        "    await client.chat.completions.create(model='policy', messages=messages)\n    return 1.0\n"
+    )
+    write_rows(tmp_path / "data/train.jsonl", [{"question": f"{n}: how much?", "answer": "7"} for n in range(64)])
+    changes = {"dataset_name": tmp_path / "data", "prompts_per_step": 64, "max_completion_length": 8}
+    finish(1, run("waits", agent=f"{tmp_path}/waits.py:solve", max_steps=1, eval_steps=0, **changes))
+    [row] = timeless(run.of("waits"))
+    assert row["agent/failure_frequency"] == 0 and row["rewards/solve/mean"] == 1
+    assert row["completions/mean_turns"] == 2 and len([*marks.iterdir()]) == 256
+
+
 def test_evaluation_asks_as_the_run_did_and_two_ranks_share_the_episodes(shop, run):
     finish(2, run("two ranks", branch_weighting="branches", max_steps=1, eval_steps=1, save_steps=0))
     evaluated = timeless(run.of("two ranks"))[-1]
@@ -270,6 +296,25 @@ def test_evaluation_asks_as_the_run_did_and_two_ranks_share_the_episodes(shop, r
     metrics = json.loads((output / "metrics.json").read_text())
     for name in ("eval_accuracy", "eval_rewards/solve/mean", "eval_completions/mean_length"):
         assert metrics[name] == evaluated[name]
+
+
+def test_a_line_of_a_chat_is_an_episode(shop):
+    words = ["--model", shop / "model", "--agent", f"{shop}/agent.py:solve", "--max_completion_length", "30"]
+    lines = ["1: a pen?", '{"question": "5: a pen?", "answer": "7"}', '{"question": 7}']
+    command = [sys.executable, "-m", "grpo.chat", *map(str, words)]
+    texts = []
+    for _ in range(2):
+        done = subprocess.run(command, env=ENVIRONMENT, cwd=REPOSITORY, input="\n".join(lines), **TEXT)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].endswith("the row has no text as `question` or `prompt`: add it")
+        texts.append(done.stdout)
+    assert texts[0] == texts[1]
+    ended = [line for line in texts[0].splitlines() if line.startswith("(the episode")]
+    assert re.fullmatch(
+        r"\(the episode ended: \d+ turns, 2 branches, \d+ tokens, solve \d, passed [01], calls \d\)", ended[0]
+    )
+    assert ended[1].startswith("(the episode failed: LookupError: ")
+    assert "LookupError: this shop is closed" in done.stderr
 
 
 def test_an_episode_whose_context_is_full_says_so(shop, run):
