@@ -114,7 +114,7 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
             vision=vision,
             turns=turns,
             cuda_graphs=config.cuda_graphs,
-            continuous=continuous_sampler(config),
+            continuous=continuous_sampler(config.agent is not None),
         )
 
 

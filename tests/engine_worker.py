@@ -25,7 +25,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream, load_examples
-from grpo.data.records import Branch, Rollout, Sample
+from grpo.data.records import Rollout, Sample
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.sharded import copy_whole
@@ -37,6 +37,7 @@ from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engin
 from grpo.trainer.policy import make_trainable
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
+from grpo.wire.agent_runs import Branch
 
 SHIPPED = "ds_config.json", "configs/ds_offload.json", ON_CARDS, ON_HOST
 DTYPES = "float32", "bfloat16"

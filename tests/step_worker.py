@@ -32,7 +32,7 @@ from grpo.algorithm.advantages import group_advantages
 from grpo.config.command_line import parse_arguments
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.records import Branch, Example, Group, Rollout, Sample
+from grpo.data.records import Example, Group, Rollout, Sample
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
@@ -44,6 +44,7 @@ from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks, 
 from grpo.trainer.policy import make_trainable
 from grpo.trainer.round import make_samples
 from grpo.trainer.step import update
+from grpo.wire.agent_runs import Branch
 from grpo.wire.picture_files import PicturedPrompt
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight

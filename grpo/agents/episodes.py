@@ -18,13 +18,14 @@ from grpo.agents.exchange import EpisodeLimits, RunningEpisode
 from grpo.agents.gateway import Gateway
 from grpo.agents.journal import Journal, read_program, sum_weights
 from grpo.agents.tree import Episode, Formats
-from grpo.config.sampling_settings import AskedSections
+from grpo.config.sampling_settings import AskedSections, label_of
 from grpo.data.records import Example, Outcome, Rollout
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.drawer import Drawer
 from grpo.sampling.generate import policy_that_draws
 from grpo.sampling.sampler import Groups, Order
 from grpo.usercode.prints import PRINTS
+from grpo.wire.agent_runs import RunAgent
 from grpo.wire.health import fingerprint
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Agent:
         """Start nothing yet. An assistant's turn ends with one of `eos_token_ids`; `context`: most tokens of a request
         with its answer; `rows`: the requests that are drawn at a time."""
         self.config, self.context, self._rows = config, context, rows
-        self.label = "agent" if config.agent.startswith("command:") else config.agent.rpartition(":")[2]
+        self.label = label_of(config.agent)
         self.rewards = {self.label: Given(is_verdict=False, weight=1.0), PASSED: Given(is_verdict=True, weight=0.0)}
         self.formats = Formats(
             tokenizer,
@@ -70,6 +71,21 @@ class Agent:
         self.gateway: Gateway | None = None
         self.journal: Journal | None = None  # of a run that trains
         self._failures: Counter[str] = Counter()
+
+    def describe(self) -> RunAgent:
+        """Return what the workers of a pool must know, and must have."""
+        config = self.config
+        return RunAgent(
+            name=self.label,
+            program=read_program(config.agent),
+            context=self.context,
+            max_turns=config.most_turns,
+            agent_history=config.agent_history,
+            agent_failure_reward=config.agent_failure_reward,
+            tool_call_parser=config.tool_call_parser,
+            chat_template_kwargs=config.chat_template_kwargs,
+            rewards=[*self.rewards],
+        )
 
     def observe(self, columns: dict[str, Any]) -> str:
         """See Responder: the program has the row itself."""

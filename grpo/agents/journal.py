@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from grpo.data.records import Branch, Rollout
+from grpo.data.records import Rollout
 from grpo.sampling.drawer import Drawn
 from grpo.sampling.sampler import Name
+from grpo.wire.agent_runs import Branch
 from grpo.wire.health import fingerprint
 from grpo.wire.tool_outcomes import Outcome
 

@@ -31,9 +31,9 @@ def start_turns(
     return Agent(config, tokenizer, eos_token_ids, context=config.longest_sequence, rows=rows)
 
 
-def continuous_sampler(config: AnsweringConfig) -> type[ContinuousSampler]:
+def continuous_sampler(has_agent: bool) -> type[ContinuousSampler]:
     """Return the kind of the sampler that keeps its rows full."""
-    if config.agent is None:
+    if not has_agent:
         return ContinuousSampler
     from grpo.agents.episodes import AgentSampler
 

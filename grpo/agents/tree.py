@@ -20,10 +20,10 @@ import numpy as np
 
 from grpo.agents.formats import Formats, read_messages, write_function
 from grpo.agents.requests import ChatRequest
-from grpo.data.records import Branch
 from grpo.sampling.draw import uniforms
 from grpo.sampling.sampler import Name
 from grpo.tools.parse import Turn
+from grpo.wire.agent_runs import Branch
 
 Message = dict[str, Any]
 

@@ -12,13 +12,21 @@ from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, default_of, option
 from grpo.config.loss_settings import RewardedConfig
-from grpo.config.sampling_settings import LOCAL_SAMPLERS, AnswerSection, ChatConfig, TurnsCodeSection, TurnsSection
+from grpo.config.sampling_settings import (
+    LOCAL_SAMPLERS,
+    AgentCodeSection,
+    AnswerSection,
+    AskedSections,
+    ChatConfig,
+    TurnsCodeSection,
+    TurnsSection,
+)
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 
 
 @dataclass
-class WorkerConfig(TurnsCodeSection):
+class WorkerConfig(AgentCodeSection, TurnsCodeSection):
     """Every setting of `generate.py`."""
 
     HEADING = "worker"
@@ -51,11 +59,19 @@ class WorkerConfig(TurnsCodeSection):
         check_ca_file(self)
         self.name = self.name or socket.gethostname()
         self.check(len(self.name) <= 100, name="use 100 characters at most")
+        has_one_kind = self.agent is None or not self.has_turns
+        self.check(has_one_kind, agent="the program has its own tools: leave out tools and environment")
+        self.check(self.agent is None or self.engine == "transformers", engine="agents are drawn by transformers alone")
 
 
 @dataclass
 class WorkerTurnsConfig(TurnsSection, AnswerSection):
     """The settings of tools and environment on a worker: the worker's code, with the run's settings."""
+
+
+@dataclass
+class WorkerAgentConfig(AskedSections):
+    """The settings of an agent on a worker, likewise."""
 
 
 @dataclass

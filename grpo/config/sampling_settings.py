@@ -94,7 +94,9 @@ class TurnsSection(TurnsCodeSection):
 
 
 @dataclass
-class AgentSection(Section):
+class AgentCodeSection(Section):
+    """The user's program that asks the model. A pool's worker has its own values."""
+
     HEADING = "agent"
 
     agent: str | None = option(
@@ -105,6 +107,23 @@ class AgentSection(Section):
         300.0, "seconds that an episode's program may take between its requests, in all", needs="agent", above=0
     )
     agent_memory: float | None = option(None, "GiB of an episode's processes; unset: no limit", needs="agent", above=0)
+    max_concurrent_episodes: int = option(256, "episodes that run at a time on a rank", needs="agent", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.agent is not None and not self.agent.startswith("command:"):
+            check_file("agent", self.agent)
+
+
+def label_of(agent: str) -> str:
+    """Return what the setting `agent` is called in metrics: its function's name."""
+    return "agent" if agent.startswith("command:") else agent.rpartition(":")[2]
+
+
+@dataclass
+class AgentSection(AgentCodeSection):
+    HEADING = "agent"
+
     agent_failure_reward: float | None = option(
         None, "reward of an episode whose program failed; unset: none, it is compared with no other", needs="agent"
     )
@@ -114,7 +133,6 @@ class AgentSection(Section):
         "drawn ids, or begin a branch of what it writes, which a server shows a deployed model",
         needs="agent",
     )
-    max_concurrent_episodes: int = option(256, "episodes that run at a time on a rank", needs="agent", above=0)
 
 
 @dataclass
@@ -224,8 +242,6 @@ class AskedSections(AgentSection, TurnsSection, AnswerSection):
         super().__post_init__()
         if self.agent is None:
             return
-        if not self.agent.startswith("command:"):
-            check_file("agent", self.agent)
         other = "tools" if self.tools else "environment"
         self.check(not super().has_turns, agent=f"the program has its own tools: leave out {other}")
         is_own = self.system_prompt not in ("", AnswerSection.system_prompt)
@@ -248,8 +264,8 @@ class AnsweringConfig(GenerationSection, AskedSections, DataSection, SharedConfi
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_own = self.agent is None or self.sampler == "continuous"
-        self.check(is_own, sampler="an agent asks the trainer's own rows: use continuous")
+        is_able = self.agent is None or self.sampler != "generate"
+        self.check(is_able, sampler="an agent's requests join rows that are always full: use continuous, or pool")
 
     @property
     def longest_sequence(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from grpo.wire.agent_runs import Branch
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
 from grpo.wire.rewards import Message
 from grpo.wire.tool_outcomes import Outcome, cut_segments
@@ -26,16 +27,6 @@ class Example:
     gold: str = ""  # the gold answer as text, which evaluation compares and records show
     conversation: list[Message] | None = None  # the dataset's own prompt, if that is a list of messages
     source: str = ""  # the label of its dataset, where several are mixed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Branch:
-    """One sequence of an agent's episode. A token that several branches share is trained on in one of them."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]  # all that follows, from the first id that is trained on here
-    sampling_logprobs: list[float]  # as a rollout's: of each of completion_ids, NaN where it is not trained on here
-    drawn: list[bool]  # True for each of completion_ids that is trained on here
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,13 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from grpo.wire import json_fields as fields
+from grpo.wire.agent_runs import EpisodeRecord, RunAgent
 from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from grpo.wire.picture_files import PicturedPrompt
 
 MOST_TASKS = 4096  # most tasks or groups of one request
@@ -46,6 +49,7 @@ class RunInfo:
     in_flight_weight_updates: bool = False
     """whether any newer version may draw a task, and each token another: workers always take the newest"""
     turns: RunTools | None = None  # the tools or environment that answer the policy; None for a run without
+    agent: RunAgent | None = None  # the agent whose episodes are drawn; None for a run without
     processor: str = ""  # fingerprint of what prepares the model's pictures; empty for a model of text
 
     def to_json(self) -> bytes:
@@ -70,7 +74,11 @@ class RunInfo:
         if not isinstance(info.in_flight_weight_updates, bool):
             raise malformed("in_flight_weight_updates: send true or false")
         fields.check_text("processor", info.processor)
-        return info if info.turns is None else replace(info, turns=RunTools.of_fields(info.turns))
+        if info.turns is not None and info.agent is not None:
+            raise malformed("turns and agent: send one of them")
+        turns = None if info.turns is None else RunTools.of_fields(info.turns)
+        agent = None if info.agent is None else RunAgent.of_fields(info.agent)
+        return replace(info, turns=turns, agent=agent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +89,7 @@ class Task:
     attempt: int  # 0, or the number of the replacement of this group
     version: int  # the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates
     prompt_ids: list[int] | PicturedPrompt
-    columns: str = ""  # the row's columns, a JSON object, for the run's environment; "" without one
+    columns: str = ""  # the row's columns, a JSON object, for the run's environment or agent; "" without one
     pictures: tuple[str, ...] = ()  # SHA-256 of the prompt's pictures in their order, in hex: files (POST files)
 
     @property
@@ -97,11 +105,12 @@ class GroupResult:
     attempt: int
     completions: list[list[int]]
     """token ids, the eos included; each ends with its first eos, or at max_completion_length. With turns an answer may
-    follow an eos, and then more drawn tokens"""
+    follow an eos, and then more drawn tokens. Of an agent's episode all drawn tokens, perhaps none"""
     logprobs: list[list[float]]  # in the distribution that an id was drawn from; float32, NaN at an answer's tokens
     versions: list[list[int]]  # the version that drew each id; of an answer's token that of the last one before it
     drawn: list[list[bool]] | None = None  # whether each id was drawn, or is an answer's; None in a run without turns
-    outcomes: list[Outcome] | None = None  # how each completion ended; None in a run without turns
+    outcomes: list[Outcome] | None = None  # how each completion ended; None in a run without turns and agent
+    episodes: list[EpisodeRecord] | None = None  # what each became; None in a run without an agent
 
     @property
     def key(self) -> tuple[int, int]:
@@ -234,7 +243,13 @@ def check_drawn(drawn: GroupResult, run: RunInfo, task: Task) -> None:
 
     count, longest, eos = len(drawn.completions), run.max_completion_length, {*run.eos_token_ids}
     check(count == run.num_generations, f"{count} completions: the run has num_generations {run.num_generations}")
-    check((drawn.outcomes is None) == (run.turns is None), "it has outcomes and the run no turns, or the run alone has")
+    has_outcomes = run.turns is not None or run.agent is not None
+    check((drawn.outcomes is not None) == has_outcomes, "it has outcomes and the run no turns, or the run alone has")
+    check((drawn.episodes is None) == (run.agent is None), "it has episodes and the run no agent, or the run alone has")
+    if run.agent is not None:
+        for row in range(count):
+            _check_episode(drawn, row, run, task, check)
+        return
     rows = zip(drawn.completions, drawn.masks, drawn.logprobs, drawn.versions, strict=True)
     for row, (ids, mask, logprobs, versions) in enumerate(rows):
         low, high, drew = min(ids), max(ids), sorted({*versions})
@@ -264,3 +279,29 @@ def check_drawn(drawn: GroupResult, run: RunInfo, task: Task) -> None:
             check(is_right, f"drawn by versions {drew[:5]}: the task takes {task.version} and later ones, in order")
         else:
             check(drew == [task.version], f"drawn by versions {drew[:5]}: the task is of version {task.version}")
+
+
+def _check_episode(drawn: GroupResult, row: int, run: RunInfo, task: Task, check: Callable[[bool, str], None]) -> None:
+    """Raise what `check` raises if this cannot be an episode of the run's agent."""
+    agent, episode, ids, outcome = run.agent, drawn.episodes[row], drawn.completions[row], drawn.outcomes[row]
+    logprobs: list[float] = []
+    for branch in episode.branches:
+        every = [*branch.prompt_ids, *branch.completion_ids]
+        is_known = min(every) >= 0 and max(every) < run.vocab_size
+        check(is_known, f"token ids go from {min(every)} to {max(every)}: the vocabulary is 0 to {run.vocab_size - 1}")
+        check(len(every) <= agent.context, f"a branch has {len(every)} tokens: the most are {agent.context}")
+        check(branch.drawn[0] and branch.drawn[-1], "a branch does not begin and end with drawn tokens")
+        pairs = [*zip(branch.drawn, branch.sampling_logprobs, strict=True)]
+        is_nan = all(is_drawn or math.isnan(value) for is_drawn, value in pairs)
+        check(is_nan, "a token that is not drawn has a log-prob")
+        logprobs += [value for is_drawn, value in pairs if is_drawn]
+    check(sorted(logprobs) == sorted(drawn.logprobs[row]), "its branches have other log-probs than the drawn tokens")
+    is_number = all(math.isfinite(value) and value <= 0 for value in logprobs)
+    check(is_number, "a log-prob is above 0 or not finite")
+    check(len(ids) == len(logprobs), f"its branches draw {len(logprobs)} tokens, and it has {len(ids)}")
+    drew = sorted({*drawn.versions[row]})
+    check(drew in ([], [task.version]), f"drawn by versions {drew[:5]}: the task is of version {task.version}")
+    turns = sum(turn["seen"] for turn in episode.tree)
+    check(turns <= agent.max_turns, f"an episode has {turns} turns: max_turns is {agent.max_turns}")
+    unknown = outcome.rewards.keys() - {*agent.rewards}
+    check(not unknown, f"rewards {str(unknown)[:80]}, which the run's agent does not give")

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from grpo.pool.protocol import MOST_TASKS, GroupResult, Task
+from grpo.wire.agent_runs import Branch, EpisodeRecord, read_story
 from grpo.wire.json_fields import check_hex, check_int
 from grpo.wire.refusals import check_number, malformed
 from grpo.wire.tensors import float32, int32, read_tensors, uint8
@@ -21,6 +22,9 @@ _GROUPS = ("groups", "attempts", "copies")
 _OF_ROWS, _OF_PICTURES = {"column_lengths", "columns"}, {"picture_counts", "picture_digests"}
 _DIGEST = 32  # bytes of a SHA-256
 _OF_TURNS = {"drawn", "outcome_lengths", "outcomes"}
+_BRANCHES = ("branch_prompt_ids", "branch_ids", "branch_logprobs", "branch_drawn")
+_BRANCH_LENGTHS = ("branch_counts", "branch_prompt_lengths", "branch_lengths")
+_OF_EPISODES = {*_BRANCHES, *_BRANCH_LENGTHS, "episodes", "episode_lengths"}
 
 
 def encode_tasks(tasks: Sequence[Task], metadata: dict[str, str] | None = None) -> bytes:
@@ -99,7 +103,56 @@ def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str
     if any(group.outcomes is not None for group in groups):
         tensors["drawn"] = _joined([mask for group in groups for mask in group.masks], np.uint8)
         tensors |= _texts("outcome", [outcome.to_json() for group in groups for outcome in group.outcomes])
+    if any(group.episodes is not None for group in groups):
+        tensors |= _encode_episodes([episode for group in groups for episode in group.episodes])
     return save(tensors, None if weights is None else {"weights": json.dumps([*weights])})
+
+
+def _encode_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, np.ndarray]:
+    branches = [branch for episode in episodes for branch in episode.branches]
+    stories = [json.dumps({"text": episode.text, "tree": episode.tree}).encode() for episode in episodes]
+    return {
+        "branch_counts": np.asarray([len(episode.branches) for episode in episodes], np.int32),
+        "branch_prompt_lengths": np.asarray([len(branch.prompt_ids) for branch in branches], np.int32),
+        "branch_lengths": np.asarray([len(branch.completion_ids) for branch in branches], np.int32),
+        "branch_prompt_ids": _joined([branch.prompt_ids for branch in branches], np.int32),
+        "branch_ids": _joined([branch.completion_ids for branch in branches], np.int32),
+        "branch_logprobs": _joined([branch.sampling_logprobs for branch in branches], np.float32),
+        "branch_drawn": _joined([branch.drawn for branch in branches], np.uint8),
+        **_texts("episode", stories),
+    }
+
+
+def _decode_episodes(tensors: dict[str, np.ndarray], count: int) -> list[EpisodeRecord]:
+    counts, prompt_lengths, lengths = (int32(tensors, name) for name in _BRANCH_LENGTHS)
+    _check_lengths("branches", [prompt_lengths, lengths])
+    if len(counts) != count:
+        raise malformed(f"branch_counts has {len(counts)} numbers: send {count}")
+    of_tokens = {
+        "completion_ids": int32(tensors, "branch_ids"),
+        "sampling_logprobs": float32(tensors, "branch_logprobs"),
+        "drawn": _mask(tensors, "branch_drawn"),
+    }
+    _check_lengths("branches' tokens", [*of_tokens.values()])
+    rows = {name: _cut(values, lengths, least=1) for name, values in of_tokens.items()}
+    rows["prompt_ids"] = _cut(int32(tensors, "branch_prompt_ids"), prompt_lengths, least=1)
+    places = _cut(np.arange(len(lengths)), counts, least=0)
+    stories = map(read_story, _read_texts("episode", tensors, count))
+    return [
+        EpisodeRecord(
+            branches=[Branch(**{name: parts[place].tolist() for name, parts in rows.items()}) for place in of_episode],
+            text=text,
+            tree=tree,
+        )
+        for of_episode, (text, tree) in zip(places, stories, strict=True)
+    ]
+
+
+def _mask(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
+    mask = uint8(tensors, name)
+    if mask.max(initial=0) > 1:
+        raise malformed(f"{name} has {mask.max()}: send 0 or 1")
+    return mask.astype(bool)
 
 
 def decode_drawn(body: bytes) -> list[GroupResult]:
@@ -112,24 +165,25 @@ def decode_drawn(body: bytes) -> list[GroupResult]:
         "versions": int32(tensors, "versions"),
     }
     known = {*_GROUPS, "completion_lengths", "completion_ids", "logprobs", "versions"}
-    has_turns = _check_names(tensors, known, _OF_TURNS)
+    has_episodes = not _OF_EPISODES.isdisjoint(tensors)
+    has_turns = _check_names(tensors, known | (_OF_EPISODES if has_episodes else set()), _OF_TURNS)
     check_number("groups", len(groups), MOST_TASKS)
     _check_lengths("groups", [groups, attempts, copies])
     if has_turns:
-        mask = uint8(tensors, "drawn")
-        if mask.max(initial=0) > 1:
-            raise malformed(f"drawn has {mask.max()}: send 0 or 1")
-        of_tokens["drawn"] = mask.astype(bool)
+        of_tokens["drawn"] = _mask(tensors, "drawn")
     _check_lengths("tokens", [*of_tokens.values()])
     if any(column.min(initial=0) < 0 for column in (groups, attempts, copies)):
         raise malformed("a group, attempt or number of copies is below 0")
     rows: dict[str, list] = {
-        name: [part.tolist() for part in _cut(values, lengths, least=1)] for name, values in of_tokens.items()
+        name: [part.tolist() for part in _cut(values, lengths, least=0 if has_episodes else 1)]
+        for name, values in of_tokens.items()
     }
     if copies.sum(dtype=np.int64) != len(lengths):
         raise malformed(f"copies add up to {copies.sum(dtype=np.int64)}, and there are {len(lengths)} completions")
     if has_turns:
         rows["outcomes"] = [Outcome.of_json(text) for text in _read_texts("outcome", tensors, len(lengths))]
+    if has_episodes:
+        rows["episodes"] = _decode_episodes(tensors, len(lengths))
     each = np.stack([groups, attempts, np.cumsum(copies) - copies, np.cumsum(copies)], axis=1).tolist()
     return [
         GroupResult(
@@ -140,6 +194,7 @@ def decode_drawn(body: bytes) -> list[GroupResult]:
             versions=rows["versions"][start:end],
             drawn=rows["drawn"][start:end] if has_turns else None,
             outcomes=rows["outcomes"][start:end] if has_turns else None,
+            episodes=rows["episodes"][start:end] if has_episodes else None,
         )
         for group, attempt, start, end in each
     ]

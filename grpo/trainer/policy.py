@@ -83,5 +83,5 @@ def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel
             vision=batcher.vision,
             turns=inputs.turns,
             cuda_graphs=config.cuda_graphs,
-            continuous=continuous_sampler(config),
+            continuous=continuous_sampler(config.agent is not None),
         )

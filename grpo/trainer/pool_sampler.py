@@ -82,17 +82,20 @@ def connect(config: TrainerConfig) -> PoolClient:
 
 
 def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
-    """Raise ConfigError if a row cannot be sent to the environments of a pool's workers."""
-    if config.sampler != "pool" or config.environment is None:
+    """Raise ConfigError if a row cannot be sent to the environments or agents of a pool's workers."""
+    field = "agent" if config.agent is not None else "environment"
+    if config.sampler != "pool" or getattr(config, field) is None:
         return
     for example in examples:
         try:
             size, fault = len(json.dumps(example.columns)), ""
         except (TypeError, ValueError) as error:
             size, fault = 0, f"what is no JSON ({error})"
-        config.check(
-            not fault and size <= LONGEST_COLUMNS,
-            environment=f"workers get the columns of a row as JSON, of {LONGEST_COLUMNS:,} bytes at most, and row "
+        if not fault and size <= LONGEST_COLUMNS:
+            continue
+        config.refuse(
+            field,
+            f"workers get the columns of a row as JSON, of {LONGEST_COLUMNS:,} bytes at most, and row "
             f"{example.index} (from 0) has {fault or f'{size:,} bytes'}: mend the dataset, or use sampler continuous",
         )
 
@@ -167,12 +170,13 @@ class PoolSampler(Sampler):
             self._put = number
 
     def _put_tasks(self, number: int, examples: Sequence[Example], ids: Sequence[int], *, attempt: int) -> None:
-        version, has_environment = self.config.version_of_round(number), self.config.environment is not None
+        version = self.config.version_of_round(number)
+        has_rows = self.config.environment is not None or self.config.agent is not None
         tasks, pictures = [], {}
         for group, row in zip(ids, examples, strict=True):
             named = [(hashlib.sha256(file).hexdigest(), file) for file in pictures_of(row.prompt_ids)]
             pictures |= named
-            columns = json.dumps(row.columns) if has_environment else ""
+            columns = json.dumps(row.columns) if has_rows else ""
             task = Task(
                 group=group,
                 attempt=attempt,
@@ -215,6 +219,8 @@ class PoolSampler(Sampler):
         return []
 
     def _rollouts(self, drawn: GroupResult) -> list[Rollout]:
+        if drawn.episodes is not None:
+            return self._rollouts_of_episodes(drawn)
         count = len(drawn.completions)
         masks, outcomes = drawn.drawn or [None] * count, drawn.outcomes or [None] * count
         rows = zip(drawn.completions, drawn.logprobs, drawn.versions, masks, outcomes, strict=True)
@@ -229,6 +235,22 @@ class PoolSampler(Sampler):
                 outcome=outcome,
             )
             for ids, logprobs, versions, mask, outcome in rows
+        ]
+
+    def _rollouts_of_episodes(self, drawn: GroupResult) -> list[Rollout]:
+        rows = zip(drawn.completions, drawn.logprobs, drawn.outcomes, drawn.episodes, strict=True)
+        return [
+            Rollout(
+                completion_ids=ids,
+                finished=outcome.finished,
+                text=episode.text,
+                sampling_logprobs=logprobs,
+                policy_version=self.config.version_of_round(self._round),
+                outcome=outcome,
+                branches=episode.branches,
+                tree=episode.tree,
+            )
+            for ids, logprobs, outcome, episode in rows
         ]
 
     @contextmanager

@@ -7,6 +7,8 @@ most. The file stays until the pool has the version after it: with a lag the poo
 cannot make any more, which `send_left` sends.
 """
 
+from __future__ import annotations
+
 import copy
 import hashlib
 import json
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -42,8 +45,12 @@ from grpo.pool.protocol import ADAPTER, MOST_TASKS, Probe, RunInfo, Version
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.folder import SaveError
 from grpo.tools.dialogue import UserResponder
+from grpo.wire.agent_runs import RunAgent
 from grpo.wire.picture_files import pictures_of
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
+
+if TYPE_CHECKING:
+    from grpo.agents.episodes import Agent
 
 log = logging.getLogger(__name__)
 
@@ -259,14 +266,13 @@ class PoolRun:
     tokenizer: PreTrainedTokenizerBase
     name: str  # on pages and in logs
     checkpoints: Checkpoints
-    turns: UserResponder | None  # the trainer's, which its workers' must be like
+    turns: UserResponder | Agent | None  # the trainer's, which its workers' must be like
     processor: PictureProcessor | None = None
 
     def __post_init__(self) -> None:
         self._pool, self._ask, policy = self.publisher.client, self.publisher.ask, self.publisher.policy
         self._needed, self._is_begun = 0, False
-        self._files, config, turns = model_files(policy.model, self.tokenizer, self.processor), self.config, self.turns
-        of_turns = {setting: getattr(config, setting) for setting in SETTINGS}
+        self._files, config = model_files(policy.model, self.tokenizer, self.processor), self.config
         of_config = "max_completion_length", "temperature", "seed", "in_flight_weight_updates"
         self._run = RunInfo(
             run=self.checkpoints.identity,
@@ -276,10 +282,19 @@ class PoolRun:
             model_files=hashlib.sha256(self._files).hexdigest(),
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
             num_generations=config.draws,
-            turns=None if turns is None else RunTools.of(turns.tools, config.environment, [*turns.rewards], **of_turns),
+            **self._describe_turns(),
             processor="" if self.processor is None else self.processor.fingerprint,
             **{setting: getattr(config, setting) for setting in of_config},
         )
+
+    def _describe_turns(self) -> dict[str, RunTools | RunAgent]:
+        config, turns = self.config, self.turns
+        if turns is None:
+            return {}
+        if config.agent is not None:
+            return {"agent": turns.describe()}
+        settings = {setting: getattr(config, setting) for setting in SETTINGS}
+        return {"turns": RunTools.of(turns.tools, config.environment, [*turns.rewards], **settings)}
 
     def publish(self, version: int, number: int) -> None:
         """Publish this version of the policy, with which round `number` begins. Returns when the pool has the version

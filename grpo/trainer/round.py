@@ -21,7 +21,7 @@ from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig
 from grpo.data.adaptive import AdaptiveStream
 from grpo.data.prompts import PromptStream
-from grpo.data.records import Branch, Example, Group, Rollout, Sample, StepBatch
+from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.model.lora import LocalReference
 from grpo.model.packing import Batcher, Ids
 from grpo.rewards.functions import Logged, TrainerState
@@ -30,6 +30,7 @@ from grpo.run.metrics import PhaseClock
 from grpo.sampling.sampler import Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together
 from grpo.trainer.step import ReferenceRequests, futures_of, policy_logprobs, split_masked, wait_together
+from grpo.wire.agent_runs import Branch
 from grpo.wire.picture_files import key_of
 
 

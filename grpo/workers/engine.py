@@ -8,6 +8,7 @@ For a run without them, neither the user's code nor a heavy library is imported.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -16,16 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpo.config.errors import ConfigError
-from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
-from grpo.config.sampling_settings import SharedConfig
+from grpo.config.programs import WorkerAgentConfig, WorkerConfig, WorkerTurnsConfig
+from grpo.config.sampling_settings import SharedConfig, label_of
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo.agents.episodes import Agent
     from grpo.data.records import Example
     from grpo.tools.dialogue import UserResponder
+
+log = logging.getLogger(__name__)
 
 Segment = tuple[list[int], list[float], list[int]]  # the ids drawn in one request, their log-probs and versions
 
@@ -39,10 +43,10 @@ class WorkerFailed(Exception):
 
 
 class WorkerTools:
-    """Answers the policy on this worker: a responder (grpo/data/responder.py) for the tasks of a pool."""
+    """What answers the policy on this worker, tools and environment or an agent, for the tasks of a pool."""
 
-    def __init__(self, turns: UserResponder, tokenizer: PreTrainedTokenizerBase):
-        self._turns, self._tokenizer, self.begin = turns, tokenizer, turns.begin
+    def __init__(self, responder: UserResponder | Agent, tokenizer: PreTrainedTokenizerBase):
+        self.responder, self._tokenizer = responder, tokenizer
 
     def make_example(self, task: Task) -> Example:
         from grpo.data.records import Example
@@ -53,7 +57,7 @@ class WorkerTools:
         )
 
     def close(self) -> None:
-        self._turns.close()
+        self.responder.close()
 
 
 class Engine(Protocol):
@@ -91,7 +95,11 @@ def check_processor(run: RunInfo, fingerprint: str) -> None:
 
 
 def check_given(config: WorkerConfig, run: RunInfo) -> None:
-    """Raise ConfigError if only the worker or only the run has tools or an environment."""
+    """Raise ConfigError if only the worker or only the run has tools, an environment or an agent."""
+    wanted = None if run.agent is None else run.agent.name
+    if (config.agent and label_of(config.agent)) != wanted:
+        remedy = "leave it out" if wanted is None else "name its program, as the trainer does"
+        raise ConfigError(f"agent={config.agent!r}: that of run {run.name} is {wanted}: {remedy}")
     wanted = None if run.turns is None else run.turns.environment
     if (config.environment and config.environment.rpartition(":")[2]) != wanted:
         remedy = "leave it out" if wanted is None else f"name its file, path/to/file.py:{wanted}, as the trainer does"
@@ -103,19 +111,39 @@ def check_given(config: WorkerConfig, run: RunInfo) -> None:
 
 
 def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools | None:
-    """Start the worker's tools and environment with the run's settings; None for a run without. `folder` has the run's
-    tokenizer. Raises ConfigError if they cannot be used, or differ from the run's."""
-    if run.turns is None:
+    """Start the worker's tools and environment, or its agent, with the run's settings; None for a run without. `folder`
+    has the run's tokenizer. Raises ConfigError if they cannot be used, or differ from the run's."""
+    if run.turns is None and run.agent is None:
         return None
     from grpo.model.load import load_tokenizer
     from grpo.tools.dialogue import start_turns
 
+    tokenizer = load_tokenizer(SharedConfig(model_name_or_path=str(folder), trust_remote_code=config.trust_remote_code))
+    if run.agent is not None:
+        return WorkerTools(_start_agent(config, run, tokenizer), tokenizer)
     settings = {name: getattr(run.turns, name) for name in SETTINGS}
     ours = {name: getattr(config, name) for name in ("tools", "environment", "tool_timeout")}
-    tokenizer = load_tokenizer(SharedConfig(model_name_or_path=str(folder), trust_remote_code=config.trust_remote_code))
     turns = start_turns(WorkerTurnsConfig(**ours, **settings), tokenizer, run.eos_token_ids)
     check_found(config, run, RunTools.of(turns.tools, config.environment, [*turns.rewards], **settings))
     return WorkerTools(turns, tokenizer)
+
+
+def _start_agent(config: WorkerConfig, run: RunInfo, tokenizer: PreTrainedTokenizerBase) -> Agent:
+    from grpo.agents.episodes import Agent
+    from grpo.data.records import Example
+
+    of_run = "max_turns", "agent_history", "agent_failure_reward", "tool_call_parser", "chat_template_kwargs"
+    ours = "agent", "agent_python", "agent_timeout", "agent_memory", "max_concurrent_episodes"
+    settings = WorkerAgentConfig(
+        **{name: getattr(run.agent, name) for name in of_run},
+        **{name: getattr(config, name) for name in ours},
+    )
+    rows = config.sequences_per_generate or run.num_generations
+    agent = Agent(settings, tokenizer, run.eos_token_ids, context=run.agent.context, rows=rows)
+    if agent.describe().program != run.agent.program:
+        log.warning("agent=%r: its file differs from the trainer's: take the file that the trainer has", config.agent)
+    agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+    return agent
 
 
 def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
@@ -141,7 +169,7 @@ def draw_in_turns(
     def draw_completion(place: int) -> list:
         """Return the completion's place in each of the group's lists."""
         tokens: list[tuple[int, float, int, bool]] = []  # id, log-prob, version, whether it was drawn
-        dialogue = turns.begin(example, (run.seed + (task.attempt << 32), task.group, place))
+        dialogue = turns.responder.begin(example, (run.seed + (task.attempt << 32), task.group, place))
         try:
             while not failed.is_set():  # else the group is lost
                 prompt = with_more(task.prompt_ids, [token[0] for token in tokens])

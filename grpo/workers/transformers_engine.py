@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from grpo.agents.start import continuous_sampler
 from grpo.config.errors import ConfigError, RewardError, one_line
 from grpo.config.programs import WorkerConfig
 from grpo.config.sampling_settings import SharedConfig
@@ -29,6 +30,7 @@ from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
+from grpo.wire.agent_runs import EpisodeRecord
 from grpo.wire.picture_files import PictureError
 from grpo.workers.engine import EngineError, WorkerTools, check_processor
 from grpo.workers.weights_folder import dtype_of, versions_file
@@ -76,7 +78,8 @@ class TransformersEngine:
                 rows=self.capacity * run.num_generations,
                 packs=self._batcher.packs,
                 vision=self._batcher.vision,
-                turns=turns,
+                turns=None if turns is None else turns.responder,
+                continuous=continuous_sampler(run.agent is not None),
             )
         self._run, self._turns, self._model, self._version = run, turns, model, version
 
@@ -145,7 +148,13 @@ class TransformersEngine:
         if self._turns is None:
             return result
         drawn = [rollout.drawn or [True] * len(rollout.completion_ids) for rollout in rollouts]
-        return replace(result, drawn=drawn, outcomes=[rollout.outcome for rollout in rollouts])
+        result = replace(result, drawn=drawn, outcomes=[rollout.outcome for rollout in rollouts])
+        if self._run.agent is None:
+            return result
+        episodes = [
+            EpisodeRecord(branches=rollout.branches, text=rollout.text, tree=rollout.tree) for rollout in rollouts
+        ]
+        return replace(result, episodes=episodes)
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""

@@ -38,7 +38,7 @@ WITH_TURNS = replace(RUN, max_completion_length=6, turns=TURNS)
 NAN = math.nan
 
 
-ADDED = "in_flight_weight_updates", "turns", "processor"  # fields that a run may lack
+ADDED = "in_flight_weight_updates", "turns", "agent", "processor"  # fields that a run may lack
 PICTURED_TASKS = [
     replace(TASKS[0], pictures=("ab" * 32, "cd" * 32)),
     TASKS[1],

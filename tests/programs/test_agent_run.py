@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import callers
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, run_python, running_server
-from processes import left_of, ranks_of
+from pools import Worker, running_pool
+from processes import left_of, processes_below, ranks_of
 from recorded import write_rows
 from safetensors.torch import load_file
-from servers import wait_until
+from servers import status, wait_until
 from trainer_runs import finish, lines, options, start, timeless, training, went_on
 
 pytestmark = pytest.mark.slow
@@ -286,6 +287,36 @@ def test_256_episodes_wait_at_once_and_hold_no_row(shop, run, tmp_path):
     assert row["completions/mean_turns"] == 2 and len([*marks.iterdir()]) == 256
 
 
+def test_workers_draw_the_episodes_and_one_may_be_killed(shop, run, tmp_path):
+    """A second one has no agent, says so, and ends."""
+    shared = {"max_steps": 2, "eval_steps": 0, "save_steps": 0, "importance_sampling_mode": "none"}
+    mine = "--agent", f"{shop}/agent.py:solve"
+    finish(1, run("own", **shared))
+    with running_pool(tmp_path) as served, ExitStack() as running:
+        process = start(*run("drawn", sampler="pool", pool=served.url, **shared))
+        running.callback(process.kill)
+        workers = [Worker(served.url, tmp_path, "none"), Worker(served.url, tmp_path, "a", *mine)]
+        for worker in workers:
+            running.callback(worker.end)
+        wait_until(lambda: any(row["drawn"] for row in status(served)["rounds"]), 120, process)
+        below = processes_below(workers[1].process)
+        workers[1].end()
+        assert not left_of(below)
+        running.callback(Worker(served.url, tmp_path, "b", *mine).end)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+        assert workers[0].process.wait(timeout=60) == 2
+    assert "agent=None: that of run drawn is solve: name its program" in workers[0].log.read_text()
+    rows, own_rows = timeless(run.of("drawn")), timeless(run.of("own"))
+    assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4 and rows[1]["agent/branches"] > 1.5
+    assert rows[0]["agent/failures/LookupError"] == own_rows[0]["agent/failures/LookupError"] == 4
+    texts, own_texts = (
+        Counter((record["prompt"], record["completion"]) for record in lines(run.of(name, "completions.jsonl")))
+        for name in ("drawn", "own")
+    )
+    assert (texts & own_texts).total() > 0.8 * texts.total()  # the same random numbers
+
+
 def test_evaluation_asks_as_the_run_did_and_two_ranks_share_the_episodes(shop, run):
     finish(2, run("two ranks", branch_weighting="branches", max_steps=1, eval_steps=1, save_steps=0))
     evaluated = timeless(run.of("two ranks"))[-1]
@@ -348,7 +379,7 @@ def test_a_program_that_hangs_is_ended_and_its_group_is_completed(shop, run):
         ({"agent": "command: no-such-program"}, "there is no program 'no-such-program'"),
         ({"tools": "{shop}/tools.py:price"}, "the program has its own tools: leave out tools"),
         ({"system_prompt": "Be brief."}, "the agent writes its messages itself: leave it out"),
-        ({"sampler": "generate"}, "an agent asks the trainer's own rows: use continuous"),
+        ({"sampler": "generate"}, "an agent's requests join rows that are always full: use continuous, or pool"),
         ({"agent_python": "/no/python"}, "the interpreter /no/python cannot be started"),
     ],
 )

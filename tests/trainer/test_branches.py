@@ -23,7 +23,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.loss_settings import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
-from grpo.data.records import Branch, Example, Group, Rollout, Sample, StepBatch
+from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.model.logprobs import token_logprobs
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
@@ -32,6 +32,7 @@ from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds, make_samples
 from grpo.trainer.step import futures_of, wait_for_reference
 from grpo.trainer.step_result import stats_of_completions, tokens_of_completions
+from grpo.wire.agent_runs import Branch
 
 NAN = float("nan")
 TREE = [
