@@ -1,6 +1,6 @@
 """Runs the programs of episodes, each in a process of its own: `PYTHON host.py URL AGENT [GIB]`.
 
-It stands alone, as the interpreter may be the user's: the standard library, and calls.py beside it.
+It stands alone, as the interpreter may be the user's: the standard library, calls.py beside it, and usercode/guard.py.
 
     trainer -> host    a line of JSON: {"begin": number, "row": {...}, "key": "sk-...", "seed": 7}, or {"kill": number}
     host -> trainer    a line of JSON: {} when it is ready, or {"refused": reason}; then for each program that ended
@@ -14,29 +14,34 @@ It stands alone, as the interpreter may be the user's: the standard library, and
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
 import os
 import resource
-import select
 import selectors
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections import defaultdict
 from urllib.parse import urlsplit
 
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_HERE = os.path.dirname(os.path.realpath(__file__))
+_OURS = [_HERE, os.path.join(os.path.dirname(_HERE), "usercode")]
+sys.path[:0] = _OURS
+from calls import CannotRun, load  # noqa: E402
+from guard import adopt, end_with, find_children, fork_below_guard, kill_children, read_processes, yield_memory  # noqa: E402
+
+# The user's code may import other modules of these names.
+sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) not in _OURS]
+del sys.modules["calls"], sys.modules["guard"]
+
 _SHOWN, _LONGEST = 4000, 1 << 20  # characters of a failure's text, bytes of an answer
 _LOOK_SECONDS = 0.5  # between two looks at the memory
 _DEATH_SECONDS = 1.0  # for what was killed to be gone
 _STACKS, _STACK_SECONDS = signal.SIGUSR2, 0.02  # shows where a function's threads are
 _ENDS = (signal.SIGINT, signal.SIGTERM)
-_prctl = ctypes.CDLL(None).prctl
 
 
 class HostedProgram:
@@ -138,7 +143,8 @@ class Host:
 
     def become_program(self, prints_end):
         """Make a fork of this process a program's."""
-        stay_below(self.pid)
+        end_with(self.pid)
+        adopt()
         os.setsid()
         os.dup2(prints_end, 2)
         signal.set_wakeup_fd(-1)
@@ -148,9 +154,7 @@ class Host:
         for descriptor in (self.reports, self.wake_end, *self.selector.get_map()):
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, self.files)
-        # When memory runs out, the system should kill this process and not the trainer.
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        yield_memory()
 
     def read(self, program, pipe):
         if not program.read(pipe):
@@ -203,71 +207,11 @@ def show(chunk):
         chunk = chunk[os.write(2, chunk) :]
 
 
-def kill_children(kept, seconds):
-    """Kill all children but these, until there are no more: those of a killed process become children. Return the
-    others after so many seconds: another user's, as of a program with the set-user-ID bit, may not be killed."""
-    end = time.monotonic() + seconds
-    while (children := find_children() - kept) and time.monotonic() < end:
-        for pid in children:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.001)
-    return children
-
-
-def find_children():
-    """Return the ids of this process's children."""
-    try:
-        files = [f"/proc/self/task/{thread}/children" for thread in os.listdir("/proc/self/task")]
-        return {int(pid) for file in files for pid in open(file).read().split()}
-    except FileNotFoundError:  # a kernel without them; reading all processes takes 5 ms
-        return {pid for pid, (parent, _) in read_processes().items() if parent == os.getpid()}
-
-
-def read_processes():
-    """Return the parent and the bytes in memory of each process, by its id."""
-    found = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # the process may have ended
-            fields = file.read().rpartition(b")")[2].split()
-            found[int(name)] = int(fields[1]), int(fields[21]) * resource.getpagesize()
-    return found
-
-
-def stay_below(parent):
-    """End when the parent ends; adopt what processes below leave behind."""
-    _prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)
-
-
-def guard(host):
-    """Wait until the host ends or standard input closes, kill all processes below this one, exit with its code."""
-
-    def watch():
-        poll = select.poll()
-        poll.register(0, 0)  # orders are the host's to read
-        poll.poll()
-        os.kill(host, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != host:
-        os.waitpid(ended, 0)
-    code = os.waitstatus_to_exitcode(os.waitpid(host, 0)[1])
-    kill_children(set(), 20 * _DEATH_SECONDS)
-    os._exit(code if code >= 0 else 128 - code)
-
-
 def main(url, name, limit="0"):
     for number in _ENDS:  # these are for the trainer. Handlers, not SIG_IGN, which commands would inherit
         signal.signal(number, lambda *_: None)
-    _prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process = os.getpid()
-    if host := os.fork():
-        guard(host)
-    stay_below(process)
+    fork_below_guard()
+    adopt()
     orders, reports = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -276,13 +220,6 @@ def main(url, name, limit="0"):
     faulthandler.register(_STACKS)
     for variable in ("no_proxy", "NO_PROXY"):
         os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), urlsplit(url).hostname)))
-    here = os.path.dirname(os.path.realpath(__file__))
-    sys.path.insert(0, here)
-    from calls import CannotRun, load
-
-    # The user's code may import other modules of these names.
-    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here]
-    del sys.modules["calls"]
     try:
         agent = load(name, url)
     except CannotRun as error:
