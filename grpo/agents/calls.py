@@ -38,7 +38,7 @@ def _load_command(text, url):
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise CannotRun(f"its words cannot be told apart ({error}): write them as in a shell") from None
+        raise CannotRun(f"its words cannot be read ({error}): write them as in a shell") from None
     if not words or shutil.which(words[0]) is None:
         raise CannotRun(f"there is no program {' '.join(words[:1])!r}: write command: and what a shell would run here")
 

@@ -4,7 +4,7 @@
     {"episode": [seed, group, number], "request": name, "ids": [...], "logprobs": [...]}
     {"episode": [seed, group, number], "rollout": {...}}    the episode has ended
 
-A run that goes on from a checkpoint draws again all rounds after it. An episode that had ended is taken from the
+A run that resumes from a checkpoint draws again all rounds after it. An episode that had ended is taken from the
 journal. The program of any other one begins anew, and gets the same answers as before to the requests that are here.
 So the policy that had drawn them learns from them, and no other: the hex digits are those of its weights and of all
 that a draw follows from (`sum_weights`, `Journal`).
@@ -41,14 +41,15 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int, *, run: str, oldest: Callable[[], int]):
         """`run`: names the run's settings and data, and its program; `oldest`: returns the step of the oldest
-        checkpoint from which the run may go on."""
+        checkpoint from which the run may resume."""
         self._folder, self._rank, self._run, self._oldest = folder, rank, run, oldest
         self._path: Path | None = None
         self._requests: dict[tuple[Name, str], Drawn] = {}
         self._rollouts: dict[Name, Rollout] = {}
 
     def begin(self, version: int, weights: str) -> None:
-        """Begin or go on with what the policy of these weights draws after `version` updates. Raises OSError."""
+        """Open the file of what the policy of these weights draws after `version` updates, and read what was drawn
+        before. Raises OSError."""
         part = f"{version}-{fingerprint(weights, self._run)}"
         path = self._folder / f"{part}-rank-{self._rank}.jsonl"
         if path == self._path:

@@ -113,7 +113,7 @@ class Episode:
         """Return the `n` nodes to draw for a request. Raises Refused if the chat template takes no such messages or
         tools. The time is linear in the length of the history.
 
-        Among answered segments that a program cannot tell apart, as it saw equal texts, the first by seen and key is
+        Among answered segments of equal texts, which a program cannot distinguish, the first by seen and key is
         continued."""
         messages, tools = read_messages(request.messages), _digest(_sorted(request.tools))
         names = [_digest(_identity(message)) for message in request.messages]

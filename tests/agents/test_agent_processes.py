@@ -495,7 +495,7 @@ def test_an_interpreter_of_its_own(agent, api, tmp_path):
         ("leaves.py:solve", r"leaves.py:1 cannot be imported \(SystemExit: 2\): correct it"),
         ("command: nothing-here --x", r"there is no program 'nothing-here': write command: and "),
         ("command:", r"there is no program '': write command: and "),
-        ("command: sh -c 'x", r"its words cannot be told apart \(No closing quotation\): write them as in a shell"),
+        ("command: sh -c 'x", r"its words cannot be read \(No closing quotation\): write them as in a shell"),
     ],
 )
 def test_an_agent_that_cannot_be_run_is_refused_in_one_sentence(tmp_path, monkeypatch, name, message):
