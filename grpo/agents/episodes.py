@@ -169,9 +169,9 @@ class AgentSampler(ContinuousSampler):
     """The sampler of a run whose completions are episodes of a program."""
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
-        agent, config, context = self._turns, self._turns.config, self._turns.context
-        journal = None if order.names is None else agent.journal
-        if journal is not None:
+        agent, journal = self._turns, None
+        if agent.journal is not None and order.names is not None:
+            journal = agent.journal
             journal.begin(self._policy_version, sum_weights(self._model))
         with policy_that_draws(self._model):
             rows = self._make_rows(
@@ -179,20 +179,38 @@ class AgentSampler(ContinuousSampler):
                 rows=self._rows,
                 slots=self._rows,
                 copies=1,
-                longest_prompt=min(_FIRST_ROOM, context),
-                longest=context,
+                longest_prompt=min(_FIRST_ROOM, agent.context),
+                longest=agent.context,
             )
-            drawer = Drawer(rows, context, self._look_every)
-            limits = EpisodeLimits(
+            return draw_episodes(
+                agent,
+                order,
+                Drawer(rows, agent.context, self._look_every),
                 longest=self._max_new_tokens,
-                context=context,
-                turns=config.most_turns,
-                temperature=config.temperature,
+                version=self._policy_version,
+                journal=journal,
             )
-            open_session = functools.partial(
-                RunningEpisode, drawer=drawer, limits=limits, version=self._policy_version, journal=journal
-            )
-            return _Episodes(agent, order, drawer, open_session).run()
+
+
+def draw_episodes(
+    agent: Agent,
+    order: Order,
+    drawer: Drawer,
+    *,
+    longest: int,
+    version: int,
+    journal: Journal | None = None,
+) -> list[list[Rollout]]:
+    """Run the programs of an order, whose answers of at most `longest` tokens the policy `version` draws with `drawer`.
+    Raises what the drawer raises."""
+    limits = EpisodeLimits(
+        longest=longest,
+        context=agent.context,
+        turns=agent.config.most_turns,
+        temperature=agent.config.temperature,
+    )
+    open_session = functools.partial(RunningEpisode, drawer=drawer, limits=limits, version=version, journal=journal)
+    return _Episodes(agent, order, drawer, open_session).run()
 
 
 class _Episodes:

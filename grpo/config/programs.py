@@ -61,7 +61,6 @@ class WorkerConfig(AgentCodeSection, TurnsCodeSection):
         self.check(len(self.name) <= 100, name="use 100 characters at most")
         has_one_kind = self.agent is None or not self.has_turns
         self.check(has_one_kind, agent="the program has its own tools: leave out tools and environment")
-        self.check(self.agent is None or self.engine == "transformers", engine="agents are drawn by transformers alone")
 
 
 @dataclass

@@ -226,6 +226,8 @@ class TrainerConfig(
         self.check(bool(self.system_prompt) or not self.save_system_prompt, save_system_prompt="system_prompt is empty")
         needs_adapter = self.ref == "adapter_off" and not self.use_peft
         self.check(not needs_adapter, ref="it needs an adapter: add use_peft, or use local")
+        is_mixed = self.agent is not None and self.in_flight_weight_updates
+        self.check(not is_mixed, in_flight_weight_updates="an agent's episode is drawn by one version: leave it out")
         estimator = self.advantage_estimator
         if self.num_generations == 1 and estimator not in ("reinforce++", "remax") and ":" not in estimator:
             self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")

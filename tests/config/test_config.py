@@ -54,6 +54,9 @@ IMPOSSIBLE = {
     "--max_steps many": "max_steps='many': use a whole number",
     "--max_steps": "max_steps: expected one argument",
     "--port 0": "port=0: the trainer cannot know",
+    "--agent 'command: true' --sampler pool --pool http://h:1 --max_policy_lag 1 --in_flight_weight_updates true": (
+        "in_flight_weight_updates=True: an agent's episode is drawn by one version: leave it out"
+    ),
     "--chat_template_kwargs {enable": "chat_template_kwargs='{enable': ",
     "--chat_template_kwargs [1]": "chat_template_kwargs=[1]: write a JSON object",
     "--chat_template_kwargs '{\"tokenize\":true}'": "the program itself sets tokenize: leave it out",

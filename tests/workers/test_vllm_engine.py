@@ -6,6 +6,7 @@ VLLM_PYTHON names the interpreter of an environment with vLLM (`make test-vllm`)
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -30,7 +32,10 @@ from servers import wait_until
 from stored import TURNS, run_info
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2ForCausalLM
 
+from grpo.agents.episodes import Agent
+from grpo.config.programs import WorkerAgentConfig
 from grpo.config.sampling_settings import SharedConfig
+from grpo.data.records import Example
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import load_processor, vision_parameters
 from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
@@ -219,6 +224,60 @@ def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, 
         assert max(distances(task, group, run.temperature, policies)) < 1e-4
     assert {*itertools.chain(*groups[0].versions, *groups[1].versions)} == {0, 1}
     assert [dialogue.closed for dialogue in turns.dialogues] == [1] * 16
+
+
+AGENT = """
+async def solve(task, client):
+    messages = [{"role": "user", "content": task["question"]}]
+    for turn in range(3):
+        answer = await client.chat.completions.create(model="policy", messages=messages, n=1 + turn % 2, stop=["zz"])
+        messages += [answer.choices[-1].message, {"role": "user", "content": "And?"}]
+    second = [{"role": "user", "content": "Is it " + str(answer.choices[0].message.content)}]
+    stream = await client.chat.completions.create(model="policy", messages=second, stream=True, max_tokens=5)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    return float(len(text))
+"""
+
+
+def test_the_requests_of_an_agents_programs_are_drawn_each(engine, run, folders, tokenizer, monkeypatch, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = WorkerAgentConfig(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
+    agent = Agent(config, tokenizer, EOS, context=300, rows=64)
+    with_agent = dataclasses.replace(run, agent=agent.describe())
+    monkeypatch.setattr(engine, "run", with_agent)
+    monkeypatch.setattr(engine, "turns", WorkerTools(agent, tokenizer))
+    engine.load(folders["untied0"], 3)
+    with closing(agent):
+        agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+        columns = [json.dumps({"question": text}) for text in ("2 + 3?", "A pen?")]
+        tasks = [
+            Task(group=group, attempt=0, version=3, prompt_ids=PROMPT, columns=text)
+            for group, text in enumerate(columns)
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            groups = [*threads.map(engine.draw, tasks)]
+    policy = load(folders["untied0"])
+    for task, group in zip(tasks, groups, strict=True):
+        check_drawn(group, with_agent, task)
+        for outcome, episode in zip(group.outcomes, group.episodes, strict=True):
+            assert outcome.rewards["solve"] >= 0 and not outcome.failure
+            assert len(episode.tree) == 5 and len(episode.branches) == 3
+            for branch in episode.branches:
+                (scores,) = score(policy, branch.prompt_ids, [branch.completion_ids], run.temperature)
+                pairs = zip(scores, branch.sampling_logprobs, branch.drawn, strict=True)
+                assert max(abs(scored - logprob) for scored, logprob, is_drawn in pairs if is_drawn) < 1e-4
+
+
+def test_a_server_that_ends_ends_the_episodes_too(make_fake, run, folders, tokenizer, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = WorkerAgentConfig(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
+    agent, engine = Agent(config, tokenizer, EOS, context=300, rows=64), make_fake()
+    engine.start(dataclasses.replace(run, agent=agent.describe()), folders["untied0"], 0, WorkerTools(agent, tokenizer))
+    with closing(agent):
+        agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+        engine.close()
+        with pytest.raises(EngineError):
+            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT, columns='{"question": "?"}'))
 
 
 def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run, folders, tokenizer):
