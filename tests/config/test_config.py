@@ -54,6 +54,9 @@ IMPOSSIBLE = {
     "--max_steps many": "max_steps='many': use a whole number",
     "--max_steps": "max_steps: expected one argument",
     "--port 0": "port=0: the trainer cannot know",
+    "--agent 'command: true' --tools reward.py:score_answer": "the program has its own tools: leave out tools",
+    "--agent 'command: true' --system_prompt brief": "the agent writes its messages itself: leave it out",
+    "--agent 'command: true' --sampler generate": "requests join rows that are always full: use continuous, or pool",
     "--agent 'command: true' --sampler pool --pool http://h:1 --max_policy_lag 1 --in_flight_weight_updates true": (
         "in_flight_weight_updates=True: an agent's episode is drawn by one version: leave it out"
     ),

@@ -333,14 +333,10 @@ def test_a_line_of_a_chat_is_an_episode(shop):
     words = ["--model", shop / "model", "--agent", f"{shop}/agent.py:solve", "--max_completion_length", "30"]
     lines = ["1: a pen?", '{"question": "5: a pen?", "answer": "7"}', '{"question": 7}']
     command = [sys.executable, "-m", "grpo.chat", *map(str, words)]
-    texts = []
-    for _ in range(2):
-        done = subprocess.run(command, env=ENVIRONMENT, cwd=REPOSITORY, input="\n".join(lines), **TEXT)
-        assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].endswith("the row has no text as `question` or `prompt`: add it")
-        texts.append(done.stdout)
-    assert texts[0] == texts[1]
-    ended = [line for line in texts[0].splitlines() if line.startswith("(the episode")]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=REPOSITORY, input="\n".join(lines), **TEXT)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("the row has no text as `question` or `prompt`: add it")
+    ended = [line for line in done.stdout.splitlines() if line.startswith("(the episode")]
     assert re.fullmatch(
         r"\(the episode ended: \d+ turns, 2 branches, \d+ tokens, solve \d, passed [01], calls \d\)", ended[0]
     )
@@ -377,9 +373,6 @@ def test_a_program_that_hangs_is_ended_and_its_group_is_completed(shop, run):
         ({"agent": "{shop}/agent.py:solv"}, "agent.py has no function 'solv': define it there"),
         ({"agent": "{shop}/none.py:solve"}, "none.py is not a Python file: write path/to/file.py:function"),
         ({"agent": "command: no-such-program"}, "there is no program 'no-such-program'"),
-        ({"tools": "{shop}/tools.py:price"}, "the program has its own tools: leave out tools"),
-        ({"system_prompt": "Be brief."}, "the agent writes its messages itself: leave it out"),
-        ({"sampler": "generate"}, "an agent's requests join rows that are always full: use continuous, or pool"),
         ({"agent_python": "/no/python"}, "the interpreter /no/python cannot be started"),
     ],
 )
