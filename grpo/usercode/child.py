@@ -28,7 +28,7 @@ def run_worker(descriptor: int) -> None:
     # The deepspeed launcher sends SIGTERM to every process below it while the trainer still has a step to finish. A
     # handler, not SIG_IGN: processes that the user's code starts would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    fork_below_guard()
+    fork_below_guard(descriptor)
     os.setsid()
     sys.stdout.reconfigure(line_buffering=True)  # show what a function printed before it hung
     # Code that reads input must neither wait for it nor read the guard's.

@@ -17,12 +17,15 @@ _DEATH_SECONDS = 20.0  # for what was killed to be gone
 _prctl = ctypes.CDLL(None).prctl
 
 
-def fork_below_guard():
-    """Fork. The parent guards the child and never returns: when the child ends, or standard input closes, which nobody
-    may read meanwhile, it kills all processes below it and exits with the child's code. The child returns."""
+def fork_below_guard(*descriptors):
+    """Fork. The parent closes these descriptors, which are the child's alone, guards the child, and never returns: when
+    the child ends, or standard input closes, which nobody may read meanwhile, it kills all processes below it and exits
+    with the child's code. The child returns."""
     _prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what processes below leave behind becomes the parent's
     parent = os.getpid()
     if child := os.fork():
+        for descriptor in descriptors:
+            os.close(descriptor)
         _guard(child)
     end_with(parent)
 

@@ -218,7 +218,7 @@ def test_episodes_whose_host_is_lost_begin_again(shop, run, tmp_path):
 @pytest.mark.rare
 def test_after_twenty_kills_no_episode_is_missing_or_there_twice(run, slow):
     agent, marks = slow
-    rng, folder, steps = random.Random(5), run.of("often killed"), 16
+    rng, folder, steps = random.Random(5), run.of("often killed"), 40
     words = run("often killed", agent=agent, eval_steps=0, max_steps=steps, save_total_limit=0)
     kills: Counter[str] = Counter()
     versions = range(1, steps)  # what was drawn before the first checkpoint is not needed after it
@@ -280,8 +280,9 @@ def test_256_episodes_wait_at_once_and_hold_no_row(shop, run, tmp_path):
         "    await client.chat.completions.create(model='policy', messages=messages)\n    return 1.0\n"
     )
     write_rows(tmp_path / "data/train.jsonl", [{"question": f"{n}: how much?", "answer": "7"} for n in range(64)])
-    changes = {"dataset_name": tmp_path / "data", "prompts_per_step": 64, "max_completion_length": 8}
-    finish(1, run("waits", agent=f"{tmp_path}/waits.py:solve", max_steps=1, eval_steps=0, **changes))
+    changes = {"prompts_per_step": 64, "max_completion_length": 8, "max_steps": 1, "eval_steps": 0}
+    words = run("waits", agent=f"{tmp_path}/waits.py:solve", **changes)
+    finish(1, [*words, f"--dataset_name={tmp_path}/data"])
     [row] = timeless(run.of("waits"))
     assert row["agent/failure_frequency"] == 0 and row["rewards/solve/mean"] == 1
     assert row["completions/mean_turns"] == 2 and len([*marks.iterdir()]) == 256
@@ -311,10 +312,11 @@ def test_workers_draw_the_episodes_and_one_may_be_killed(shop, run, tmp_path):
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4 and rows[1]["agent/branches"] > 1.5
     assert rows[0]["agent/failures/LookupError"] == own_rows[0]["agent/failures/LookupError"] == 4
     texts, own_texts = (
-        Counter((record["prompt"], record["completion"]) for record in lines(run.of(name, "completions.jsonl")))
+        [record["completion"] for record in lines(run.of(name, "completions.jsonl")) if record["step"] == 1]
         for name in ("drawn", "own")
     )
-    assert (texts & own_texts).total() > 0.8 * texts.total()  # the same random numbers
+    # The same random numbers: but for one token in thousands the same ids, until the first update.
+    assert sum(map(str.__eq__, texts, own_texts)) > 0.5 * len(texts) > 0
 
 
 def test_evaluation_asks_as_the_run_did_and_two_ranks_share_the_episodes(shop, run):
