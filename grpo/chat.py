@@ -99,7 +99,7 @@ def talk_to_agent(config: ChatConfig, interactive: bool) -> None:
     context = min([_AGENT_CONTEXT, *length_limits(model.config).values()])
     agent = Agent(config, tokenizer, ends, context=context, rows=_AGENT_ROWS)
     try:
-        agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+        agent.start()
         sampler = make_sampler(
             model,
             tokenizer,

@@ -92,8 +92,12 @@ class Agent:
         return ""
 
     def try_on(self, example: Example) -> None:
-        """Start the gateway and the process that imports the user's file. Raises ConfigError if that cannot be run, or
-        its programs cannot have such a row."""
+        """Start, and raise ConfigError, too, if programs cannot have such a row."""
+        self.start()
+        self.programs.check_row(example.columns)
+
+    def start(self) -> None:
+        """Start the gateway and the process that imports the user's file. Raises ConfigError if that cannot be run."""
         config = self.config
         self.gateway = Gateway(config.max_concurrent_episodes, segments=self._rows)
         self.programs = AgentPrograms(
@@ -103,7 +107,6 @@ class Agent:
             timeout=config.agent_timeout,
             memory=config.agent_memory,
         )
-        self.programs.check_row(example.columns)
 
     def keep_journal(self, folder: Path, rank: int, *, identity: str, oldest: Callable[[], int]) -> None:
         """Keep in a run's folder what is drawn, and which episodes have ended. `identity` names model, data and
@@ -172,7 +175,8 @@ class AgentSampler(ContinuousSampler):
         agent, journal = self._turns, None
         if agent.journal is not None and order.names is not None:
             journal = agent.journal
-            journal.begin(self._policy_version, sum_weights(self._model))
+            if journal.version != self._policy_version:
+                journal.begin(self._policy_version, sum_weights(self._model))
         with policy_that_draws(self._model):
             rows = self._make_rows(
                 order,

@@ -43,6 +43,7 @@ class Journal:
         """`run`: names the run's settings and data, and its program; `oldest`: returns the step of the oldest
         checkpoint from which the run may resume."""
         self._folder, self._rank, self._run, self._oldest = folder, rank, run, oldest
+        self.version = -1  # the number of updates of the policy whose file is open
         self._path: Path | None = None
         self._requests: dict[tuple[Name, str], Drawn] = {}
         self._rollouts: dict[Name, Rollout] = {}
@@ -51,10 +52,7 @@ class Journal:
         """Open the file of what the policy of these weights draws after `version` updates, and read what was drawn
         before. Raises OSError."""
         part = f"{version}-{fingerprint(weights, self._run)}"
-        path = self._folder / f"{part}-rank-{self._rank}.jsonl"
-        if path == self._path:
-            return
-        self._path = path
+        self.version, self._path = version, self._folder / f"{part}-rank-{self._rank}.jsonl"
         self._requests, self._rollouts = {}, {}
         self._folder.mkdir(exist_ok=True)
         self._drop_old()

@@ -16,7 +16,6 @@ from grpo.config.sampling_settings import (
     LOCAL_SAMPLERS,
     AgentCodeSection,
     AnswerSection,
-    AskedSections,
     ChatConfig,
     TurnsCodeSection,
     TurnsSection,
@@ -66,11 +65,6 @@ class WorkerConfig(AgentCodeSection, TurnsCodeSection):
 @dataclass
 class WorkerTurnsConfig(TurnsSection, AnswerSection):
     """The settings of tools and environment on a worker: the worker's code, with the run's settings."""
-
-
-@dataclass
-class WorkerAgentConfig(AskedSections):
-    """The settings of an agent on a worker, likewise."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ def fork_below_guard(*descriptors):
     """Fork. The parent closes these descriptors, which are the child's alone, guards the child, and never returns: when
     the child ends, or standard input closes, which nobody may read meanwhile, it kills all processes below it and exits
     with the child's code. The child returns."""
-    _prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what processes below leave behind becomes the parent's
+    adopt()
     parent = os.getpid()
     if child := os.fork():
         for descriptor in descriptors:

@@ -6,7 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.wire.json_fields import check_int, check_text, find_unrecordable, is_number, read_fields, read_json, shown
+from grpo.wire.json_fields import (
+    check_int,
+    check_text,
+    check_texts,
+    find_unrecordable,
+    is_number,
+    read_fields,
+    read_json,
+    shown,
+)
 from grpo.wire.refusals import malformed
 
 LONGEST_STORY = 4 << 20  # most bytes of an episode's text and tree as JSON
@@ -82,11 +91,7 @@ class RunAgent:
         for name in ("name", "agent_history", "tool_call_parser"):
             check_text(name, getattr(agent, name))
         for name in ("program", "rewards"):
-            values = getattr(agent, name)
-            if not isinstance(values, list):
-                raise malformed(f"{name}: send a list of texts")
-            for value in values:
-                check_text(name, value)
+            check_texts(name, getattr(agent, name), "texts")
         check_int("context", agent.context, least=1)
         check_int("max_turns", agent.max_turns, least=1)
         if agent.agent_history not in ("drawn", "rendered"):

@@ -43,6 +43,14 @@ def check_text(name: str, value: object) -> None:
     check_name(name, value)
 
 
+def check_texts(name: str, values: object, kind: str) -> None:
+    """Refuse all but a list of texts that are no longer than names. `kind`: what the list has, for the message."""
+    if not isinstance(values, list):
+        raise malformed(f"{name}: send a list of {kind}")
+    for value in values:
+        check_text(name, value)
+
+
 def check_int(name: str, value: object, least: int, most: int = LARGEST_ID) -> int:
     """Return the value; refuse all but an integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:

@@ -11,7 +11,16 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from grpo.wire.json_fields import check_hex, check_int, check_text, find_unrecordable, is_number, read_fields, read_json
+from grpo.wire.json_fields import (
+    check_hex,
+    check_int,
+    check_text,
+    check_texts,
+    find_unrecordable,
+    is_number,
+    read_fields,
+    read_json,
+)
 from grpo.wire.refusals import malformed
 
 LONGEST_COLUMNS = 1 << 20  # most bytes of a row's columns as JSON
@@ -101,11 +110,7 @@ class RunTools:
         """Read a JSON object. Raises ProtocolError, 400."""
         turns = read_fields(cls, content)
         for name in ("tools", "rewards"):
-            values = getattr(turns, name)
-            if not isinstance(values, list):
-                raise malformed(f"{name}: send a list of names")
-            for value in values:
-                check_text(name, value)
+            check_texts(name, getattr(turns, name), "names")
         check_hex("schemas", turns.schemas, 64)
         check_text("tool_call_parser", turns.tool_call_parser)
         if turns.environment is not None:

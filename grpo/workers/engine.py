@@ -13,12 +13,13 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpo.config.errors import ConfigError
-from grpo.config.programs import WorkerAgentConfig, WorkerConfig, WorkerTurnsConfig
-from grpo.config.sampling_settings import SharedConfig, label_of
+from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
+from grpo.config.sampling_settings import AskedSections, SharedConfig, label_of
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
 from grpo.wire.agent_runs import EpisodeRecord
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
@@ -132,11 +133,10 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools 
 
 def _start_agent(config: WorkerConfig, run: RunInfo, tokenizer: PreTrainedTokenizerBase) -> Agent:
     from grpo.agents.episodes import Agent
-    from grpo.data.records import Example
 
     of_run = "max_turns", "agent_history", "agent_failure_reward", "tool_call_parser", "chat_template_kwargs"
     ours = "agent", "agent_python", "agent_timeout", "agent_memory", "max_concurrent_episodes"
-    settings = WorkerAgentConfig(
+    settings = AskedSections(
         **{name: getattr(run.agent, name) for name in of_run},
         **{name: getattr(config, name) for name in ours},
         temperature=run.temperature,
@@ -145,7 +145,7 @@ def _start_agent(config: WorkerConfig, run: RunInfo, tokenizer: PreTrainedTokeni
     agent = Agent(settings, tokenizer, run.eos_token_ids, context=run.agent.context, rows=rows)
     if agent.describe().program != run.agent.program:
         log.warning("agent=%r: its file differs from the trainer's: take the file that the trainer has", config.agent)
-    agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+    agent.start()
     return agent
 
 
@@ -159,20 +159,23 @@ def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
         raise ConfigError(f"{field}={getattr(config, field)!r}: {difference}: take the files that the trainer has")
 
 
-def result_of_episodes(task: Task, rollouts: list[Rollout]) -> GroupResult:
-    """Return what a pool gets of an agent's episodes."""
-    return GroupResult(
+def make_result(run: RunInfo, task: Task, rollouts: list[Rollout]) -> GroupResult:
+    """Return what the run's pool gets of these completions, each of which one version drew."""
+    result = GroupResult(
         group=task.group,
         attempt=task.attempt,
         completions=[rollout.completion_ids for rollout in rollouts],
         logprobs=[rollout.sampling_logprobs for rollout in rollouts],
         versions=[[rollout.policy_version] * len(rollout.completion_ids) for rollout in rollouts],
-        drawn=[[True] * len(rollout.completion_ids) for rollout in rollouts],
-        outcomes=[rollout.outcome for rollout in rollouts],
-        episodes=[
-            EpisodeRecord(branches=rollout.branches, text=rollout.text, tree=rollout.tree) for rollout in rollouts
-        ],
     )
+    if run.turns is None and run.agent is None:
+        return result
+    masks = [rollout.drawn or [True] * len(rollout.completion_ids) for rollout in rollouts]
+    result = replace(result, drawn=masks, outcomes=[rollout.outcome for rollout in rollouts])
+    if run.agent is None:
+        return result
+    episodes = [EpisodeRecord(branches=rollout.branches, text=rollout.text, tree=rollout.tree) for rollout in rollouts]
+    return replace(result, episodes=episodes)
 
 
 def draw_in_turns(

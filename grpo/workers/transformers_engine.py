@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from grpo.model.weights_file import named_weights
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
 from grpo.wire.picture_files import PictureError
-from grpo.workers.engine import EngineError, WorkerTools, check_processor, result_of_episodes
+from grpo.workers.engine import EngineError, WorkerTools, check_processor, make_result
 from grpo.workers.weights_folder import dtype_of, versions_file
 
 _ROWS = 64  # at a time, on a card
@@ -81,10 +80,6 @@ class TransformersEngine:
                 continuous=continuous_sampler(run.agent is not None),
             )
         self._run, self._turns, self._model = run, turns, model
-        self._note_version(version)
-
-    def _note_version(self, version: int) -> None:
-        self._version = version
         self._sampler.update_weights(version)
 
     def load(self, folder: Path, version: int) -> None:
@@ -94,7 +89,7 @@ class TransformersEngine:
         with _failures(), safe_open(path, framework="pt") as file:
             for name, tensor in weights.items():
                 tensor.copy_(file.get_tensor(name))
-        self._note_version(version)
+        self._sampler.update_weights(version)
 
     def logprobs(self, probe: Probe) -> list[float]:
         with _failures(), torch.no_grad():
@@ -129,7 +124,7 @@ class TransformersEngine:
 
         def hand_over(groups: dict[int, list[Rollout]]) -> None:
             for place, rollouts in groups.items():
-                results[place].set_result(self._result(tasks[place], rollouts))
+                results[place].set_result(make_result(run, tasks[place], rollouts))
 
         examples = [
             Example(index=task.group, prompt="", prompt_ids=task.prompt_ids, columns={})
@@ -140,21 +135,6 @@ class TransformersEngine:
         seed, ids = run.seed + (attempt << 32), [task.group for task in tasks]
         with _failures():
             sampler.sample(examples, run.num_generations, run.temperature, seed=seed, on_groups=hand_over, ids=ids)
-
-    def _result(self, task: Task, rollouts: list[Rollout]) -> GroupResult:
-        if self._run.agent is not None:
-            return result_of_episodes(task, rollouts)
-        result = GroupResult(
-            group=task.group,
-            attempt=task.attempt,
-            completions=[rollout.completion_ids for rollout in rollouts],
-            logprobs=[rollout.sampling_logprobs for rollout in rollouts],
-            versions=[[self._version] * len(rollout.completion_ids) for rollout in rollouts],
-        )
-        if self._turns is None:
-            return result
-        drawn = [rollout.drawn or [True] * len(rollout.completion_ids) for rollout in rollouts]
-        return replace(result, drawn=drawn, outcomes=[rollout.outcome for rollout in rollouts])
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""

@@ -30,7 +30,7 @@ from grpo.workers.engine import (
     WorkerFailed,
     WorkerTools,
     draw_in_turns,
-    result_of_episodes,
+    make_result,
 )
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
@@ -171,7 +171,7 @@ class VllmEngine:
             from grpo.workers.vllm_episodes import draw_group
 
             example = self.turns.make_example(task)
-            return result_of_episodes(task, draw_group(self.turns.responder, example, run, task, draw_segment))
+            return make_result(run, task, draw_group(self.turns.responder, example, run, task, draw_segment))
         segments = self._draw_segments(
             task.prompt_ids, count=run.num_generations, longest=run.max_completion_length, version=version
         )

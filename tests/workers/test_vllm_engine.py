@@ -33,9 +33,7 @@ from stored import TURNS, run_info
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.agents.episodes import Agent
-from grpo.config.programs import WorkerAgentConfig
-from grpo.config.sampling_settings import SharedConfig
-from grpo.data.records import Example
+from grpo.config.sampling_settings import AskedSections, SharedConfig
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import load_processor, vision_parameters
 from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
@@ -241,14 +239,14 @@ async def solve(task, client):
 
 def test_the_requests_of_an_agents_programs_are_drawn_each(engine, run, folders, tokenizer, monkeypatch, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
-    config = WorkerAgentConfig(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
+    config = AskedSections(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
     agent = Agent(config, tokenizer, EOS, context=300, rows=64)
     with_agent = dataclasses.replace(run, agent=agent.describe())
     monkeypatch.setattr(engine, "run", with_agent)
     monkeypatch.setattr(engine, "turns", WorkerTools(agent, tokenizer))
     engine.load(folders["untied0"], 3)
     with closing(agent):
-        agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+        agent.start()
         columns = [json.dumps({"question": text}) for text in ("2 + 3?", "A pen?")]
         tasks = [
             Task(group=group, attempt=0, version=3, prompt_ids=PROMPT, columns=text)
@@ -270,11 +268,11 @@ def test_the_requests_of_an_agents_programs_are_drawn_each(engine, run, folders,
 
 def test_a_server_that_ends_ends_the_episodes_too(make_fake, run, folders, tokenizer, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
-    config = WorkerAgentConfig(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
+    config = AskedSections(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
     agent, engine = Agent(config, tokenizer, EOS, context=300, rows=64), make_fake()
     engine.start(dataclasses.replace(run, agent=agent.describe()), folders["untied0"], 0, WorkerTools(agent, tokenizer))
     with closing(agent):
-        agent.try_on(Example(index=0, prompt="", prompt_ids=[], columns={}))
+        agent.start()
         engine.close()
         with pytest.raises(EngineError):
             engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT, columns='{"question": "?"}'))
