@@ -11,8 +11,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, Server, running_server
 from safetensors.numpy import save
+from servers import status, wait_until
 from stored import PROBE, run_info, sha, weights
+from trainer_runs import start
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo.config.server import ServerConfig
@@ -266,6 +268,25 @@ def workers(url: str, folder: Path, *names: str):
     finally:
         for worker in running:
             worker.end()
+
+
+def draw_by_workers(words: Callable[[str], list[str]], folder: Path, mine: Sequence[str], end: Callable) -> str:
+    """Run a trainer to its good end, whose words follow from the pool's address. One worker lacks the run's code, and
+    ends; one has it by the options `mine`, and is given to `end` in the middle of a round; another takes its place.
+    Return what the first one wrote."""
+    with running_pool(folder) as served, ExitStack() as running:
+        process = start(*words(served.url))
+        running.callback(process.kill)
+        workers = [Worker(served.url, folder, "none"), Worker(served.url, folder, "a", *mine)]
+        for worker in workers:
+            running.callback(worker.end)
+        wait_until(lambda: any(row["drawn"] for row in status(served)["rounds"]), 120, process)
+        end(workers[1])
+        running.callback(Worker(served.url, folder, "b", *mine).end)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+        assert workers[0].process.wait(timeout=60) == 2
+    return workers[0].log.read_text()
 
 
 def drawn(folder: Path) -> list[tuple]:

@@ -9,17 +9,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import callers
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, run_python, running_server
-from pools import Worker, running_pool
+from pools import Worker, draw_by_workers
 from processes import left_of, processes_below, ranks_of
 from recorded import write_rows
 from safetensors.torch import load_file
-from servers import status, wait_until
+from servers import wait_until
 from trainer_runs import finish, lines, options, start, timeless, training, went_on
 
 pytestmark = pytest.mark.slow
@@ -293,21 +293,14 @@ def test_workers_draw_the_episodes_and_one_may_be_killed(shop, run, tmp_path):
     shared = {"max_steps": 2, "eval_steps": 0, "save_steps": 0, "importance_sampling_mode": "none"}
     mine = "--agent", f"{shop}/agent.py:solve"
     finish(1, run("own", **shared))
-    with running_pool(tmp_path) as served, ExitStack() as running:
-        process = start(*run("drawn", sampler="pool", pool=served.url, **shared))
-        running.callback(process.kill)
-        workers = [Worker(served.url, tmp_path, "none"), Worker(served.url, tmp_path, "a", *mine)]
-        for worker in workers:
-            running.callback(worker.end)
-        wait_until(lambda: any(row["drawn"] for row in status(served)["rounds"]), 120, process)
-        below = processes_below(workers[1].process)
-        workers[1].end()
+
+    def kill_worker(worker: Worker) -> None:
+        below = processes_below(worker.process)
+        worker.end()
         assert not left_of(below)
-        running.callback(Worker(served.url, tmp_path, "b", *mine).end)
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
-        assert workers[0].process.wait(timeout=60) == 2
-    assert "agent=None: that of run drawn is solve: name its program" in workers[0].log.read_text()
+
+    written = draw_by_workers(lambda url: run("drawn", sampler="pool", pool=url, **shared), tmp_path, mine, kill_worker)
+    assert "agent=None: that of run drawn is solve: name its program" in written
     rows, own_rows = timeless(run.of("drawn")), timeless(run.of("own"))
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4 and rows[1]["agent/branches"] > 1.5
     assert rows[0]["agent/failures/LookupError"] == own_rows[0]["agent/failures/LookupError"] == 4

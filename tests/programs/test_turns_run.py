@@ -3,17 +3,15 @@
 import json
 import re
 import signal
-from contextlib import ExitStack
 
 import callers
 import pytest
 from altered_trainer import killed_at
 from conftest import run_python, running_server
-from pools import Worker, running_pool
+from pools import Worker, draw_by_workers
 from recorded import write_rows
 from rounding import NO_KL
-from servers import status, wait_until
-from trainer_runs import check_alike, check_weights, finish, lines, options, start, timeless, training, went_on
+from trainer_runs import check_alike, check_weights, finish, lines, options, timeless, training, went_on
 
 pytestmark = pytest.mark.slow
 
@@ -84,19 +82,12 @@ def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run
     shared |= {"environment": f"{shop}/tools.py:Shop"}
     finish(1, run("own", **shared))
     mine = "--environment", shared["environment"]
-    with running_pool(tmp_path) as served, ExitStack() as running:
-        process = start(*run("drawn", sampler="pool", pool=served.url, **shared))
-        running.callback(process.kill)
-        workers = [Worker(served.url, tmp_path, "none"), Worker(served.url, tmp_path, "a", *mine)]
-        for worker in workers:
-            running.callback(worker.end)
-        wait_until(lambda: any(row["drawn"] for row in status(served)["rounds"]), seconds=60)
-        assert workers[1].end(signal.SIGTERM) == 0
-        running.callback(Worker(served.url, tmp_path, "b", *mine).end)
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-        assert workers[0].process.wait(timeout=60) == 2
-    assert "environment=None: that of run drawn is Shop: name its file" in workers[0].log.read_text()
+
+    def end_worker(worker: Worker) -> None:
+        assert worker.end(signal.SIGTERM) == 0
+
+    written = draw_by_workers(lambda url: run("drawn", sampler="pool", pool=url, **shared), tmp_path, mine, end_worker)
+    assert "environment=None: that of run drawn is Shop: name its file" in written
     check_weights(run.of("drawn", "model"), run.of("own", "model"))
     assert lines(run.of("drawn", "completions.jsonl")) == lines(run.of("own", "completions.jsonl"))
     rows = timeless(run.of("drawn"))
