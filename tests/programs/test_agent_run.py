@@ -200,6 +200,7 @@ def trained_weights(folder) -> dict[str, bytes]:
     return {name: weight.numpy().tobytes() for name, weight in weights.items()}
 
 
+@pytest.mark.rare
 def test_episodes_whose_host_is_lost_begin_again(shop, run, tmp_path):
     (tmp_path / "kills.py").write_text(
         f"import os, pathlib, sys\nsys.path.append({str(shop)!r})\nfrom agent import solve as ask\n\n\n"
