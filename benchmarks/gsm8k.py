@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.common import REPOSITORY, machine
 from benchmarks.real import GRPO, RESULTS, SIMPLE, write
 from demo.__main__ import ON_CARD
-from demo.gsm8k import FOLDER, PACKED, build, train, words_of
+from demo.gsm8k import FOLDER, PACKED, build, questions_of, train, words_of
 
 NAME = "qwen"  # of the file of numbers
 BURKOV = "Burkov's"
@@ -88,7 +88,8 @@ def main() -> None:
     name = "".join(filter(str.isalnum, arguments.side)).lower()
     run = folder / (f"seed{arguments.seed}/run" if arguments.side == GRPO else f"{name}-seed{arguments.seed}")
     build(PACKED["0.5b"], folder / "model")
-    words = ["--model_name_or_path", folder / "model", "--seed", arguments.seed]
+    words = ["--dataset_name", questions_of(folder.parent), "--model_name_or_path", folder / "model"]
+    words += ["--seed", arguments.seed]
     train(words_of(run, [*words, *shlex.split(SIDES[arguments.side]), *options]))
     path = RESULTS / f"{NAME}.json"
     results = json.loads(path.read_text()) if path.exists() else {}

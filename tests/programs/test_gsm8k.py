@@ -90,7 +90,7 @@ def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
         words = ["--config", str(REPOSITORY / CONFIG), *shlex.split(options)]
         config = parse_arguments(LaunchConfig, "", words)
         assert {"demo/gsm8k.py:in_tags_reward", "last_number_reward"} <= set(config.reward_funcs)
-        assert config.max_steps == 60 and config.eval_samples == 500
+        assert config.max_steps == 30 and config.eval_samples == 500
 
 
 @pytest.mark.slow
