@@ -11,6 +11,7 @@
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
 # make test-versions  fast tests and demo with the lowest and the newest versions that pyproject.toml allows
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
+# make test-verifiers  environments of the package verifiers: 0.6 GB in .venv-verifiers, a minute
 # make test-clusters  a run that ssh, SLURM, Ray and Kubernetes disturb, and pools on a bucket: apt-get install slurm-wlm
 #              openssh-server postgresql
 # make check   ruff
@@ -26,8 +27,10 @@ READY_REAL := .venv/.ready-real
 READY_AGENT := .venv/.ready-agent
 VLLM ?= .venv-vllm
 READY_VLLM := $(VLLM)/.ready
+VERIFIERS := .venv-verifiers
+READY_VERIFIERS := $(VERIFIERS)/.ready
 
-.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-agent demo-real test test-processors test-versions test-all test-vllm test-clusters check
+.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-agent demo-real test test-processors test-versions test-all test-vllm test-verifiers test-clusters check
 
 setup: $(READY_TO_TEST)
 
@@ -102,6 +105,15 @@ $(READY_VLLM):
 
 test-vllm: $(READY_TO_TEST) $(READY_VLLM)
 	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m "" -o timeout=1800 --durations=10 tests/workers/test_vllm_*.py
+
+$(READY_VERIFIERS): requirements-verifiers.txt tests/verifiers_shop/verifiers_shop.py
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install -r requirements-verifiers.txt ./tests/verifiers_shop
+	touch $(READY_VERIFIERS)
+
+test-verifiers: $(READY_TO_TEST) $(READY_VERIFIERS)
+	PATH="$(abspath $(VERIFIERS))/bin:$$PATH" VERIFIERS_PYTHON=$(abspath $(VERIFIERS))/bin/python \
+	$(BIN)/python -m pytest -m "" --durations=5 tests/agents/test_verifiers.py
 
 test-clusters: $(READY_TO_TEST)
 	$(BIN)/python -m pip install ray==2.60.0 kubernetes-validate==1.37.0 s3fs==2026.9.0 'moto[server]==5.2.5'

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import traceback
 
+_HERE = os.path.dirname(os.path.realpath(__file__))
 _CLIENT_SECONDS = 7 * 24 * 3600
 _SHOWN, _LONGEST = 4000, 1 << 19  # characters of a traceback, of an answer
 
@@ -31,7 +32,12 @@ def load(agent, url):
     """Return what runs the agent in a process of its own, with a row, a key, a seed and a descriptor for its answer;
     and what reads the last line there: "answer", a text of JSON, or "failure" and "text". Raises CannotRun."""
     kind, _, words = agent.partition(":")
-    return _load_command(words, url) if kind == "command" else _load_function(agent, url)
+    if kind == "command":
+        return _load_command(words, url)
+    if kind == "verifiers":
+        os.environ["GRPO_VERIFIERS"] = words
+        agent = f"{os.path.join(_HERE, 'adapters', 'verifiers_episodes.py')}:solve"
+    return _load_function(agent, url)
 
 
 def _load_command(text, url):

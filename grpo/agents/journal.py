@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from grpo.config.sampling_settings import is_adapted
 from grpo.data.records import Rollout
 from grpo.sampling.drawer import Drawn
 from grpo.sampling.sampler import Name
@@ -144,6 +145,7 @@ def sum_weights(model: PreTrainedModel) -> str:
 def read_program(agent: str) -> list[str]:
     """Return a fingerprint of each file that the setting `agent` names. What these import is not known."""
     kind, _, words = agent.partition(":")
-    names = shlex.split(words) if kind == "command" else [agent.rpartition(":")[0]]
+    path = words if is_adapted(agent) else agent.rpartition(":")[0]
+    names = shlex.split(words) if kind == "command" else [path]
     paths = (Path(name).expanduser() for name in names)
     return [fingerprint(path.read_bytes()) for path in paths if path.is_file()]

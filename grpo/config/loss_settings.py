@@ -169,9 +169,9 @@ class RewardSection(Section):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.reward_funcs is None:
             self.reward_funcs = [] if getattr(self, "agent", None) else ["correctness_reward", "format_reward"]
-        super().__post_init__()
         for name in self.reward_funcs:
             if ":" in name and "://" not in name:
                 check_file("reward_funcs", name)

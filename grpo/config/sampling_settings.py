@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from grpo.config.fields import Section, option
@@ -53,6 +54,7 @@ class AdapterSection(Section):
 
 
 ANSWERED = "tools or environment"
+VERIFIERS = "verifiers:"  # begins the name of an environment of this package
 
 
 @dataclass
@@ -60,7 +62,9 @@ class TurnsCodeSection(Section):
     """The user's code that answers the model. A pool's worker has its own values."""
 
     tools: list[str] = option([], "functions that the model may call: path/to/file.py:function", may_be_empty=True)
-    environment: str | None = option(None, "class that answers the model: path/to/file.py:Class")
+    environment: str | None = option(
+        None, "class that answers the model: path/to/file.py:Class; or verifiers:PACKAGE, verifiers:FILE.toml"
+    )
     tool_timeout: float | None = option(
         None, "seconds for a call: calls run in processes, killed if they hang", needs=ANSWERED, above=0
     )
@@ -110,14 +114,25 @@ class AgentCodeSection(Section):
     max_concurrent_episodes: int = option(256, "episodes that run at a time on a rank", needs="agent", above=0)
 
     def __post_init__(self) -> None:
+        environment = getattr(self, "environment", None)
+        if is_adapted(environment):  # it owns its loop, as an agent does
+            self.check(self.agent is None, agent=f"environment {environment} is one: name one of them")
+            self.agent, self.environment = environment, None
         super().__post_init__()
-        if self.agent is not None and not self.agent.startswith("command:"):
+        if self.agent is not None and not self.agent.startswith("command:") and not is_adapted(self.agent):
             check_file("agent", self.agent)
 
 
+def is_adapted(name: str | None) -> bool:
+    """Tell whether a setting names an environment of a package that grpo/agents/adapters plays."""
+    return name is not None and name.startswith(VERIFIERS)
+
+
 def label_of(agent: str) -> str:
-    """Return what the setting `agent` is called in metrics: its function's name."""
-    return "agent" if agent.startswith("command:") else agent.rpartition(":")[2]
+    """Return what the setting `agent` is called in metrics: its function's name, or its package's."""
+    if agent.startswith("command:"):
+        return "agent"
+    return Path(agent.partition(":")[2]).stem if is_adapted(agent) else agent.rpartition(":")[2]
 
 
 @dataclass
@@ -264,6 +279,8 @@ class AnsweringConfig(GenerationSection, AskedSections, DataSection, SharedConfi
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if is_adapted(self.agent) and self.dataset_name == DataSection.dataset_name:
+            self.dataset_name = self.agent  # its own tasks
         is_able = self.agent is None or self.sampler != "generate"
         self.check(is_able, sampler="an agent's requests join rows that are always full: use continuous, or pool")
 
@@ -293,3 +310,8 @@ class ChatConfig(AskedSections, SharedConfig):
     keep_history: bool = option(True, "answers depend on those before", off="answer each by itself", common=True)
 
     SHORT: ClassVar = {"model": "model_name_or_path"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        has_lines = not is_adapted(self.agent)
+        self.check(has_lines, agent="its tasks are its own, and no line of yours: ask the model by grpo eval")

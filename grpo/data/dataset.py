@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from grpo.config.errors import ConfigError, one_line
-from grpo.config.sampling_settings import AnsweringConfig
+from grpo.config.sampling_settings import AnsweringConfig, is_adapted
+from grpo.data.adapted import read_tasks
 from grpo.model.hub import can_ask_hub
 
 TRL_COLUMN = "prompt"  # what TRL's datasets call the prompt: taken if there is no column of the default name
@@ -39,6 +40,9 @@ def load_rows(config: AnsweringConfig, split: str):
 def _load_split(config: AnsweringConfig, split: str):
     import datasets
 
+    if is_adapted(config.dataset_name):
+        _check_one_split(config, split, "environment", "")
+        return datasets.Dataset.from_list(read_tasks(config))
     name, files = config.dataset_name, _files(config, split)
     part = split.removeprefix(_without_part(split))
     config.check(
@@ -104,9 +108,19 @@ def _without_part(split: str) -> str:
 
 
 def is_one_split(name: str) -> bool:
-    """Tell whether a dataset is a single file, or the folder of a saved Dataset: they have no splits."""
+    """Tell whether a dataset is a single file, the folder of a saved Dataset, or the tasks of an environment: they have
+    no splits."""
     path = Path(name).expanduser()
-    return path.is_file() or _is_saved(path)
+    return is_adapted(name) or path.is_file() or _is_saved(path)
+
+
+def _check_one_split(config: AnsweringConfig, split: str, kind: str, end: str) -> None:
+    """Raise ConfigError if a split is asked for that a dataset without splits has not. `end`: of a file's name."""
+    trained = _without_part(config.dataset_train_split)
+    remedy = f"set eval_holdout, or give a folder with {trained}{end} and {split}{end}, or set eval_steps to 0"
+    if split != trained:
+        reason = f"{config.dataset_name} is a single {kind}"
+        raise ConfigError(f"dataset_test_split={split!r}: {reason}: {remedy}")
 
 
 def _is_saved(folder: Path) -> bool:
@@ -117,13 +131,10 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
     """Return the files of a split, of one type. None if the dataset is no local path. Not left to `datasets`, which
     takes every file for the test split if the folder's path has "test" in it."""
     path, split = Path(config.dataset_name).expanduser(), _without_part(split)
-    trained = _without_part(config.dataset_train_split)
     if not path.exists():
         return []
-    if is_one_split(config.dataset_name) and split != trained:
-        kind, end = ("file", path.suffix) if path.is_file() else ("dataset", "")
-        remedy = f"set eval_holdout, or give a folder with {trained}{end} and {split}{end}, or set eval_steps to 0"
-        raise ConfigError(f"dataset_test_split={split!r}: {path} is a single {kind}: {remedy}")
+    if is_one_split(config.dataset_name):
+        _check_one_split(config, split, *(("file", path.suffix) if path.is_file() else ("dataset", "")))
     if path.is_file():
         files = [path]
     elif _is_saved(path):
