@@ -66,7 +66,8 @@ class Asked:
     def ask(self, messages: list[dict], drawn: str | list[int], tools=(), **options: Any) -> Node:
         """Ask for one segment, which says this."""
         said = {name: options.pop(name) for name in ("seen", "stop_at") if name in options}
-        [node] = self.episode.ask(make_request(messages, tools, **options))
+        scale = options.pop("scale", 1.0)
+        [node] = self.episode.ask(make_request(messages, tools, **options), scale)
         return self.say(node, drawn, **said)
 
 

@@ -82,6 +82,7 @@ class Agent:
             max_turns=config.most_turns,
             agent_history=config.agent_history,
             agent_failure_reward=config.agent_failure_reward,
+            agent_may_sample=config.agent_may_sample,
             tool_call_parser=config.tool_call_parser,
             chat_template_kwargs=config.chat_template_kwargs,
             rewards=[*self.rewards],
@@ -185,6 +186,7 @@ class AgentSampler(ContinuousSampler):
                 copies=1,
                 longest_prompt=min(_FIRST_ROOM, agent.context),
                 longest=agent.context,
+                has_scales=agent.config.agent_may_sample,
             )
             return draw_episodes(
                 agent,
@@ -212,6 +214,7 @@ def draw_episodes(
         context=agent.context,
         turns=agent.config.most_turns,
         temperature=agent.config.temperature,
+        may_sample=agent.config.agent_may_sample,
     )
     open_session = functools.partial(RunningEpisode, drawer=drawer, limits=limits, version=version, journal=journal)
     return _Episodes(agent, order, drawer, open_session).run()

@@ -19,6 +19,8 @@ from grpo.sampling.drawer import Drawer, Drawn, Segment
 from grpo.wire.health import fingerprint
 
 MODEL = "policy"  # its name in the API
+_HOTTEST = 2  # highest temperature of a request, as OpenAI has it
+_SHARPEST = 2.0**40  # the scale of greedy drawing: the most likely token gets all
 _PARTIAL = "\ufffd"  # decoded from a part of a character's bytes
 
 
@@ -30,6 +32,7 @@ class EpisodeLimits:
     context: int  # tokens of a request with its segment
     turns: int  # segments
     temperature: float  # the run's
+    may_sample: bool = False  # whether a request may have another, as the setting agent_may_sample says
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,12 +87,12 @@ class ChatExchange:
         self._pieces: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         """for a stream: which segment has which text by now; None: one has ended"""
         self._is_streamed = False
-        _check_sampling(wanted, session.limits.temperature)
+        self._scale = _find_scale(wanted, session.limits)
         with session.lock:  # as whole as its end, which cancels the segments
             if session.is_over:
                 raise Refused("the episode is over", code="episode_over")
             session.count(wanted.n)
-            self.nodes: list[Node] = session.episode.ask(wanted)
+            self.nodes: list[Node] = session.episode.ask(wanted, scale=self._scale)
             self._prompt_ids = self.nodes[0].prompt_ids
             room = self._find_room()
             self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
@@ -115,6 +118,7 @@ class ChatExchange:
             prompt_ids=self._prompt_ids,
             room=room,
             numbers=session.episode.numbers(node, room),
+            scale=self._scale,
             after=session.segments.get(node.parent),
             find_end=(lambda ids: self._watch(number, ids)) if watches else None,
         )
@@ -233,8 +237,17 @@ class ChatExchange:
             yield {**head, "choices": [], "usage": whole["usage"]}
 
 
-def _check_sampling(wanted: ChatRequest, temperature: float) -> None:
-    """Refuse other sampling settings than the run's: the loss scores tokens as the run draws them."""
-    for name, value, ours in (("temperature", wanted.temperature, temperature), ("top_p", wanted.top_p, 1)):
-        if value is not None and value != ours:
-            raise Refused(f"{name}: {value:g}: the run draws with {ours:g}: leave it out", param=name)
+def _find_scale(wanted: ChatRequest, limits: EpisodeLimits) -> float:
+    """Return the segment's scale. Raises Refused for sampling settings that are not allowed: the loss scores tokens as
+    the run draws them."""
+    if wanted.top_p not in (None, 1):
+        raise Refused(f"top_p: {wanted.top_p:g}: the run draws with 1: leave it out", param="top_p")
+    ours, theirs = limits.temperature, wanted.temperature
+    if theirs is None or theirs == ours:
+        return 1.0
+    if not limits.may_sample:
+        remedy = f"the run draws with {ours:g}: leave it out, or start the run with agent_may_sample"
+        raise Refused(f"temperature: {theirs:g}: {remedy}", param="temperature")
+    if not 0 <= theirs <= _HOTTEST:
+        raise Refused(f"temperature: {theirs:g}: send a number from 0 to {_HOTTEST}", param="temperature")
+    return min(ours / theirs, _SHARPEST) if theirs else _SHARPEST

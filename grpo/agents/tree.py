@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
@@ -42,15 +41,17 @@ class Asked:
     chain: tuple[str, str]  # the digests of its tools and of all its messages
     told: list[tuple[str, Message]]  # the messages after its parent's reply, each with the digest up to it
     begins: str | None  # why it begins a branch; None: it continues
+    scale: float = 1.0  # of the logits, see Segment
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Node:
     """A segment: asked for, then drawn."""
 
-    key: tuple[int, str, bool, int, int]
-    """its place in the tree: length and digest of the ids before it, whether the client sent a seed, the seed, how many
-    such segments were asked for before. It follows from no time: only equal requests that race are in their order"""
+    key: tuple[int, str, float, bool, int, int]
+    """its place in the tree: length and digest of the ids before it, the scale of its logits, whether the client sent a
+    seed, the seed, how many such segments were asked for before. It follows from no time: only equal requests that race
+    are in their order"""
     parent: Node | None
     before: list[int]  # the ids between the parent's and its own; without a parent all ids before it
     asked: Asked
@@ -72,6 +73,12 @@ class Node:
         return _digest(self.key)
 
     @property
+    def is_trained(self) -> bool:
+        """whether the program saw it, and it was drawn as the run draws: the loss scores tokens by that distribution,
+        and another one's would need weights of any size"""
+        return self.is_seen and self.asked.scale == 1
+
+    @property
     def prompt_ids(self) -> list[int]:
         """all ids before it"""
         parts, node = [self.before], self.parent
@@ -86,7 +93,7 @@ class Facts:
     """What the records of a run tell of an episode: of the segments that the program saw, in the order in which it
     asked for them. Where it asks for several at once that is the order of their arrival."""
 
-    ids: list[int]  # all that were drawn
+    ids: list[int]  # all that are trained on
     logprobs: list[float]
     text: str  # the drawn text without special tokens; segments are joined by line ends
     messages: list[Message]
@@ -109,9 +116,9 @@ class Episode:
         self._chains: set[str] = set()  # messages that end with a reply, whatever the tools
         self._replies: set[str] = set()
 
-    def ask(self, request: ChatRequest) -> list[Node]:
-        """Return the `n` nodes to draw for a request. Raises Refused if the chat template takes no such messages or
-        tools. The time is linear in the length of the history.
+    def ask(self, request: ChatRequest, scale: float = 1.0) -> list[Node]:
+        """Return the `n` nodes to draw for a request, with logits of this scale. Raises Refused if the chat template
+        takes no such messages or tools. The time is linear in the length of the history.
 
         Among answered segments of equal texts, which a program cannot distinguish, the first by seen and key is
         continued."""
@@ -132,9 +139,10 @@ class Episode:
             chain=(tools, chains[-1]),
             told=told,
             begins=begins,
+            scale=scale,
         )
         digest = hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()
-        place = len(ids), digest, request.seed is not None, request.seed or 0
+        place = len(ids), digest, scale, request.seed is not None, request.seed or 0
         counts = range(self._counts[place], self._counts[place] + request.n)
         self._counts[place] += request.n
         nodes = [Node(key=(*place, count), parent=parent, before=before, asked=asked) for count in counts]
@@ -185,7 +193,8 @@ class Episode:
             while following := below[path[-1]]:
                 begun += [[node] for node in reversed(following[1:])]
                 path.append(following[0])
-            branches.append(_join(path))
+            if any(node.is_trained for node in path):
+                branches.append(_join(path))
         return branches
 
     def facts(self) -> Facts:
@@ -194,8 +203,8 @@ class Episode:
         parents, turns = {node.parent for node in seen}, {node: turn for turn, node in enumerate(self.nodes)}
         decode = functools.partial(self.formats.tokenizer.decode, skip_special_tokens=True)
         return Facts(
-            ids=[*chain.from_iterable(node.ids for node in seen)],
-            logprobs=[*chain.from_iterable(node.logprobs for node in seen)],
+            ids=[*chain.from_iterable(node.ids for node in seen if node.is_trained)],
+            logprobs=[*chain.from_iterable(node.logprobs for node in seen if node.is_trained)],
             text="\n".join(decode(node.ids) for node in seen),
             messages=_tell(seen),
             finished=all(node.finished or node.is_stopped for node in seen if node not in parents),
@@ -245,6 +254,7 @@ def _describe(node: Node, turns: dict[Node, int]) -> dict[str, Any]:
         "prompt_tokens": node.key[0],
         "tokens": len(node.ids),
         "seen": node.is_seen,
+        "trained": node.is_trained,
         "asked_at": round(node.asked_at, 3),
         "answered_at": round(node.answered_at, 3),
     }
@@ -295,23 +305,22 @@ def _write_reply(turn: Turn, name: str) -> Message:
 
 def _place(node: Node) -> tuple:
     """Return what equal segments after the same ids share."""
-    return *node.key[:2], *node.ids
+    return *node.key[:3], *node.ids
 
 
-def _join(path: Iterable[Node]) -> Branch:
-    """Make a branch of segments that follow each other."""
-    ids, logprobs, drawn, prompt_ids = [], [], [], None
-    for node in path:
-        if prompt_ids is None:
-            prompt_ids = node.prompt_ids
-        else:
-            ids += node.before
-            logprobs += [math.nan] * len(node.before)
-            drawn += [False] * len(node.before)
-        ids += node.ids
-        logprobs += node.logprobs
-        drawn += [True] * len(node.ids)
-    return Branch(prompt_ids=prompt_ids, completion_ids=ids, sampling_logprobs=logprobs, drawn=drawn)
+def _join(path: list[Node]) -> Branch:
+    """Make a branch of segments that follow each other, from the first to the last that is trained on."""
+    first, *_, last = [place for place, node in enumerate(path) if node.is_trained] * 2
+    ids, logprobs, drawn = [], [], []
+    for place, node in enumerate(path[: last + 1]):
+        if place < first:
+            continue
+        before = node.before if place > first else []
+        ids += [*before, *node.ids]
+        logprobs += [math.nan] * len(before)
+        logprobs += node.logprobs if node.is_trained else [math.nan] * len(node.ids)
+        drawn += [False] * len(before) + [node.is_trained] * len(node.ids)
+    return Branch(prompt_ids=path[first].prompt_ids, completion_ids=ids, sampling_logprobs=logprobs, drawn=drawn)
 
 
 def _tell(seen: list[Node]) -> list[Message]:

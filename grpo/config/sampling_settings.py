@@ -142,6 +142,9 @@ class AgentSection(AgentCodeSection):
     agent_failure_reward: float | None = option(
         None, "reward of an episode whose program failed; unset: none, it is compared with no other", needs="agent"
     )
+    agent_may_sample: bool = option(
+        False, "allow requests of another temperature: what they draw is not trained on", needs="agent"
+    )
     agent_history: Literal["drawn", "rendered"] = option(
         "drawn",
         "where the chat template would write earlier turns otherwise, as Qwen3's leaves out thinking: continue the "

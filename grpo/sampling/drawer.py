@@ -38,6 +38,7 @@ class Segment:
     prompt_ids: list[int]  # all ids before it
     room: int  # most tokens
     numbers: np.ndarray | None  # its random numbers, float64 [room]; None draws greedily
+    scale: float = 1.0  # of its logits: the run's temperature over its own; other than 1 only where rows have scales
     after: "Segment | None" = None  # a segment that has ended, with whose prompt and ids `prompt_ids` begins
     find_end: Callable[[list[int]], int | None] | None = None
     """is told the ids so far, now and then; returns how many of them the segment keeps if it ends with these"""
@@ -181,7 +182,7 @@ class Drawer:
             between[row] = segment.prompt_ids[begun:]
             self.fed += len(between[row])
         numbers = {row: segment.numbers for row, segment in by_row.items() if segment.numbers is not None}
-        self._rows.feed(between, numbers)
+        self._rows.feed(between, numbers, [segment.scale for segment in by_row.values()])
         for row, segment in by_row.items():
             self._held[row].start = int(self._rows.state[PLACE, row])
             segment.after = None  # else the last segment of an episode would keep all before it
@@ -206,7 +207,8 @@ class Drawer:
             hidden.append(states[tuple(segment.prompt_ids)])
             if segment.numbers is not None:
                 numbers.append(np.pad(segment.numbers, (0, longest - len(segment.numbers))))
-        self._rows.begin([*by_row], cells, hidden, numbers or None)
+        scales = [segment.scale for segment in by_row.values()]
+        self._rows.begin([*by_row], cells, hidden, numbers or None, scales)
 
     def _bring_forward(self) -> None:
         self._rows.bring_forward(self._held, self._drawing(), free_for_good=False)

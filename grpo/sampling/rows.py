@@ -94,12 +94,14 @@ class Rows:
         longest: int,
         temperature: float,
         is_greedy: bool,
+        has_scales: bool = False,
         ends: list[int],
         graphs: StepGraphs | None,
         vision: Vision | None,
     ):
         """`rows`: completions at a time; `slots`: prompts at a time, of up to `copies` rows each. `longest_prompt`:
-        tokens of a prompt that there is room for at first; `longest`: most of a completion. `ends` end a segment."""
+        tokens of a prompt that there is room for at first; `longest`: most of a completion. `has_scales`: logits are
+        multiplied by a number of each row's. `ends` end a segment."""
         self._model, self._vision, self._graphs = model, vision, graphs
         self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
         self.count, self.slots = rows, slots
@@ -131,6 +133,7 @@ class Rows:
         self._numbers = None
         if not is_greedy:
             self._numbers = torch.zeros(slots, copies, longest, dtype=torch.float64, device=self._device)
+        self._scales = torch.ones(slots, copies, device=self._device) if has_scales else None
         # transformers passes a mask in four dimensions unchanged; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
@@ -156,23 +159,43 @@ class Rows:
         """Return the position of the first token that follows a prompt."""
         return self._vision.first_position(prompt) if isinstance(prompt, PicturedPrompt) else len(prompt)
 
-    def begin(self, rows: list[int], cells: list[Cell], hidden: list[Tensor], numbers: list[np.ndarray] | None) -> None:
+    def begin(
+        self,
+        rows: list[int],
+        cells: list[Cell],
+        hidden: list[Tensor],
+        numbers: list[np.ndarray] | None,
+        scales: list[float] | None = None,
+    ) -> None:
         """Draw the first token of completions in these rows, which were free. `hidden`: the last hidden state of each
-        one's prompt. `numbers`: its random numbers, float64 [up to longest], as many of each."""
+        one's prompt. `numbers`: its random numbers, float64 [up to longest], as many of each. `scales`: of its
+        logits."""
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
             slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
             stacked = torch.from_numpy(np.stack(numbers)).to(self._device)
             self._numbers[slots, copies, : stacked.shape[1]] = stacked
+        self._set_scales(rows, scales)
         self._draw_next(rows, hidden)
 
     def cut(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row."""
         self.state[PLACE, row], self.state[TOKEN, row] = length - 1, self.ids[row, length - 1]
 
-    def feed(self, answers: dict[int, list[int]], numbers: dict[int, np.ndarray] | None = None) -> None:
+    def _set_scales(self, rows: list[int], scales: list[float] | None) -> None:
+        if self._scales is not None and scales is not None:
+            slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
+            self._scales[slots, copies] = torch.tensor(scales, device=self._device)
+
+    def feed(
+        self,
+        answers: dict[int, list[int]],
+        numbers: dict[int, np.ndarray] | None = None,
+        scales: list[float] | None = None,
+    ) -> None:
         """Let an answer follow the tokens of each of these rows, and draw the token after it. `numbers`: the random
-        numbers of the tokens after the answer, float64 [any]; without them those of the row's begin continue."""
+        numbers of the tokens after the answer, float64 [any]; without them those of the row's begin continue.
+        `scales`: of the logits after it."""
         rows, lengths = [*answers], [1 + len(answer) for answer in answers.values()]  # a row's last token was not fed
         self._make_room((self.state[PLACE, rows] + lengths).max())
         hidden: list[Tensor] = []
@@ -193,15 +216,13 @@ class Rows:
         for row, values in (numbers or {}).items():
             slot, copy, place = self.state[[SLOT, COPY, PLACE], row].tolist()
             self._numbers[slot, copy, place : place + len(values)] = torch.from_numpy(values).to(self._device)
+        self._set_scales(rows, scales)
         self._draw_next(rows, hidden)
 
     def _draw_next(self, rows: list[int], hidden: list[Tensor]) -> None:
         """Draw the token at the PLACE of each of these rows."""
-        numbers = None
-        if self._numbers is not None:
-            slots, copies, places = torch.from_numpy(self.state[[SLOT, COPY, PLACE]][:, rows]).to(self._device)
-            numbers = self._numbers[slots, copies, places]
-        tokens, logprobs = self._draw(torch.stack(hidden), numbers)
+        slots, copies, places = torch.from_numpy(self.state[[SLOT, COPY, PLACE]][:, rows]).to(self._device)
+        tokens, logprobs = self._draw(torch.stack(hidden), slots, copies, places)
         places = self.state[PLACE, rows]
         self.ids[rows, places], self.logprobs[rows, places] = tokens.cpu().numpy(), logprobs.cpu().numpy()
         self.state[TOKEN, rows] = self.ids[rows, places]
@@ -296,12 +317,15 @@ class Rows:
         else:
             hidden = self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
         places += added
-        drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
+        drawn, logprobs = self._draw(hidden, slots, copies, places)
         tokens.copy_(drawn)
         self._last_logprobs[: shape.rows].copy_(logprobs)
 
-    def _draw(self, hidden: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
-        return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
+    def _draw(self, hidden: Tensor, slots: Tensor, copies: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._head.logits_in_blocks(hidden.to(self._head.weight))
+        if self._scales is not None:
+            logits *= self._scales[slots, copies].unsqueeze(1)
+        return draw(logits, None if self._numbers is None else self._numbers[slots, copies, places])
 
     def _forward(self, ids: Tensor, positions: Tensor, **options) -> Tensor:
         """Return the last hidden states of the model's body."""

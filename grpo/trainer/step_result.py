@@ -234,6 +234,7 @@ def _stats_of_episodes(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
         "agent/failure_frequency": [bool(episode.outcome.failure) for episode in episodes],
         **{f"agent/failures/{kind}:sum": [count] for kind, count in failures.items()},
         **{f"agent/begins/{reason}:sum": [count] for reason, count in begins.items()},
+        "agent/other_temperature:sum": [sum(turn["seen"] and not turn["trained"] for turn in turns)],
         "agent/unseen:sum": [sum(turn["tokens"] > 0 and not turn["seen"] for turn in turns)],
         **parts,
     }

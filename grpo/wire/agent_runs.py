@@ -22,6 +22,7 @@ LONGEST_STORY = 4 << 20  # most bytes of an episode's text and tree as JSON
 _REASON = re.compile(r"[a-z_]{1,40}")  # why a branch begins, which becomes a part of a metric's name
 _TURN: dict[str, Any] = {
     **{"turn": int, "after": int | None, "begins": str | None, "prompt_tokens": int, "tokens": int, "seen": bool},
+    "trained": bool,
     **{"asked_at": float | int, "answered_at": float | int},
 }
 
@@ -80,6 +81,7 @@ class RunAgent:
     max_turns: int  # most answers of an episode
     agent_history: str
     agent_failure_reward: float | None
+    agent_may_sample: bool
     tool_call_parser: str
     chat_template_kwargs: dict[str, Any] | None
     rewards: list[str]  # names of those that an episode may have
@@ -98,6 +100,8 @@ class RunAgent:
             raise malformed(f"agent_history {shown(agent.agent_history)}: send drawn or rendered")
         if agent.agent_failure_reward is not None and not is_number(agent.agent_failure_reward):
             raise malformed("agent_failure_reward: send a number or null")
+        if not isinstance(agent.agent_may_sample, bool):
+            raise malformed("agent_may_sample: send true or false")
         if not isinstance(agent.chat_template_kwargs, dict | None):
             raise malformed("chat_template_kwargs: send an object or null")
         return agent

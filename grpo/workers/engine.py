@@ -134,7 +134,10 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools 
 def _start_agent(config: WorkerConfig, run: RunInfo, tokenizer: PreTrainedTokenizerBase) -> Agent:
     from grpo.agents.episodes import Agent
 
-    of_run = "max_turns", "agent_history", "agent_failure_reward", "tool_call_parser", "chat_template_kwargs"
+    of_run = (
+        *("max_turns", "agent_history", "agent_failure_reward", "agent_may_sample"),
+        *("tool_call_parser", "chat_template_kwargs"),
+    )
     ours = "agent", "agent_python", "agent_timeout", "agent_memory", "max_concurrent_episodes"
     settings = AskedSections(
         **{name: getattr(run.agent, name) for name in of_run},

@@ -162,8 +162,8 @@ class VllmEngine:
             raise WorkerFailed(f"{reason}: give vLLM more memory, or a larger --max-model-len")
         if self.turns is not None:
 
-            def draw_segment(ids: list[int], room: int) -> Segment:
-                (segment,) = self._draw_segments(ids, count=1, longest=room, version=version)
+            def draw_segment(ids: list[int], room: int, scale: float = 1.0) -> Segment:
+                (segment,) = self._draw_segments(ids, count=1, longest=room, version=version, scale=scale)
                 return segment
 
             if run.agent is None:
@@ -180,11 +180,13 @@ class VllmEngine:
             group=task.group, attempt=task.attempt, completions=completions, logprobs=logprobs, versions=versions
         )
 
-    def _draw_segments(self, prompt: _Prompt, *, count: int, longest: int, version: int) -> list[Segment]:
+    def _draw_segments(
+        self, prompt: _Prompt, *, count: int, longest: int, version: int, scale: float = 1.0
+    ) -> list[Segment]:
         run = self.run
         parameters = {
             "n": count,
-            "temperature": run.temperature,
+            "temperature": run.temperature / scale,
             "top_p": 1.0,
             "top_k": 0,
             "max_tokens": longest,

@@ -20,7 +20,7 @@ from grpo.workers import engine
 _THREADS = 256  # segments at a time, of a group
 _WAIT = 0.05  # seconds of a wait for requests, between two looks at whether all is over
 
-DrawSegment = Callable[[list[int], int], engine.Segment]
+DrawSegment = Callable[[list[int], int, float], engine.Segment]
 
 
 class RequestDrawer:
@@ -30,7 +30,8 @@ class RequestDrawer:
     own end."""
 
     def __init__(self, draw_segment: DrawSegment):
-        """`draw_segment`: see draw_in_turns (grpo/workers/engine.py)."""
+        """`draw_segment(ids, room, scale)` draws a segment whose logits are multiplied by `scale`; see draw_in_turns
+        (grpo/workers/engine.py)."""
         self._draw_segment = draw_segment
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="segments")
         self._news: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -57,7 +58,7 @@ class RequestDrawer:
         if not segment.done.set_running_or_notify_cancel():
             return
         try:
-            ids, logprobs, _ = self._draw_segment(segment.prompt_ids, segment.room)
+            ids, logprobs, _ = self._draw_segment(segment.prompt_ids, segment.room, segment.scale)
             kept = _find_end(segment, ids)
             segment.done.set_result(Drawn(ids=ids[:kept], logprobs=logprobs[:kept]))
         except BaseException as error:

@@ -1,6 +1,7 @@
 """The OpenAI API of a run: what the real client sends and gets, and that each drawn id is that of a direct draw."""
 
 import concurrent.futures
+import functools
 import json
 import threading
 
@@ -35,11 +36,19 @@ class Desk:
         self.gateway, self.drawer, self.is_open = Gateway(16, 16), None, True
         self.waits: list[bool] = []
 
-    def begin(self, number: int = 0, turns: int = 100, journal: Journal | None = None) -> tuple[RunningEpisode, str]:
+    def begin(
+        self, number: int = 0, turns: int = 100, journal: Journal | None = None, may_sample: bool = False
+    ) -> tuple[RunningEpisode, str]:
         session = RunningEpisode(
             episode=Episode(self.formats, (7, 3, number)),
             drawer=self.drawer,
-            limits=EpisodeLimits(longest=LONGEST, context=CONTEXT, turns=turns, temperature=TEMPERATURE),
+            limits=EpisodeLimits(
+                longest=LONGEST,
+                context=CONTEXT,
+                turns=turns,
+                temperature=TEMPERATURE,
+                may_sample=may_sample,
+            ),
             version=5,
             journal=journal,
             on_wait=self.waits.append,
@@ -51,6 +60,7 @@ class Desk:
 
     def run(self) -> None:
         settings = {"slots": 16, "copies": 1, "longest_prompt": 8, "longest": CONTEXT, "temperature": TEMPERATURE}
+        settings["has_scales"] = True
         with policy_that_draws(self.model):
             rows = Rows(self.model, rows=16, **settings, is_greedy=False, ends=self.ends, graphs=None, vision=None)
             self.drawer = Drawer(rows, CONTEXT, look_every=1)
@@ -238,6 +248,29 @@ def test_what_cannot_be_drawn_is_refused_in_the_clients_terms(desk, fields, stat
         )
     assert (raised.value.status_code, raised.value.param, raised.value.code) == (status, param, code)
     assert words in raised.value.message
+    desk.gateway.close(key)
+
+
+def test_a_request_may_have_another_temperature_where_the_run_allows_it(desk):
+    session, key = desk.begin(may_sample=True)
+    client = desk.client(key)
+    ask = functools.partial(client.chat.completions.create, model="policy", messages=QUESTION, max_tokens=8)
+    ask(temperature=0)
+    ask(temperature=0.3, n=2)
+    ask()
+    ask(temperature=TEMPERATURE)
+    for name, value in (("temperature", 2.1), ("temperature", -1), ("top_p", 0.5)):
+        with pytest.raises(openai.BadRequestError) as raised:
+            ask(**{name: value})
+        assert raised.value.param == name
+    greedy, *_ = nodes = session.episode.nodes
+    assert [node.is_trained for node in nodes] == [False, False, False, True, True]
+    with torch.no_grad():
+        logits = desk.model(torch.tensor([[*greedy.prompt_ids, *greedy.ids]])).logits[0]
+    assert greedy.ids == logits[len(greedy.prompt_ids) - 1 : -1].argmax(dim=1).tolist()
+    for node in nodes[3:]:
+        by_hand(desk, session, node)
+    assert sum(sum(branch.drawn) for branch in session.episode.branches()) == sum(len(node.ids) for node in nodes[3:])
     desk.gateway.close(key)
 
 

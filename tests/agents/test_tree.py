@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 from collections import Counter
 from itertools import groupby
@@ -164,6 +165,39 @@ def test_what_no_program_saw_is_trained_on_nowhere(asked):
     gone = asked.ask([user("3?")], "three", seen=False)
     asked.ask([user("3?"), sent_back(gone), user("4?")], "four")
     assert gone.is_seen and unseen(asked.episode) == 1
+
+
+def test_what_was_drawn_at_another_temperature_is_trained_on_nowhere(asked):
+    plan = asked.ask([user("1?")], "one", scale=3.0)
+    said = [user("1?"), sent_back(plan), user("2?")]
+    second = asked.ask(said, "two")
+    said += [sent_back(second), user("3?")]
+    third = asked.ask(said, "three", scale=2.0)
+    said += [sent_back(third), user("4?")]
+    fourth = asked.ask(said, "four")
+    fifth = asked.ask([*said, sent_back(fourth), user("5?")], "five", scale=2.0)
+    asked.ask([user("Judge it.")], "well", scale=2.0)
+    [branch] = asked.episode.branches()
+    assert branch.prompt_ids == [*plan.prompt_ids, *plan.ids, *second.before]
+    between = [*third.before, *third.ids, *fourth.before]
+    assert branch.completion_ids == [*second.ids, *between, *fourth.ids]
+    assert branch.drawn == [True] * len(second.ids) + [False] * len(between) + [True] * len(fourth.ids)
+    assert [math.isnan(value) for value in branch.sampling_logprobs] == [not drawn for drawn in branch.drawn]
+    facts = asked.episode.facts()
+    assert facts.ids == [*second.ids, *fourth.ids] and len(facts.logprobs) == len(facts.ids)
+    assert [turn["trained"] for turn in facts.tree] == [False, True, False, True, False, False]
+    assert "three" in facts.text and fifth.is_seen
+    only = Asked(asked.tokenizer)
+    only.ask([user("1?")], "one", scale=2.0)
+    assert only.episode.branches() == only.episode.facts().ids == []
+
+
+def test_a_temperature_is_a_part_of_a_segments_name(asked):
+    """So equal requests of two temperatures that race draw the same as in the other order."""
+    first, second = (Asked(asked.tokenizer) for _ in range(2))
+    hot = [each.ask([user("1?")], "one", scale=scale) for each, scale in ((first, 1.0), (first, 2.0))]
+    cold = [second.ask([user("1?")], "one", scale=scale) for scale in (2.0, 1.0)]
+    assert [node.name for node in hot] == [node.name for node in cold[::-1]] and hot[0].name != hot[1].name
 
 
 def test_a_segment_that_is_not_drawn_yet_is_nowhere(asked):

@@ -23,13 +23,15 @@ AGENT = RunAgent(
     max_turns=3,
     agent_history="drawn",
     agent_failure_reward=None,
+    agent_may_sample=False,
     tool_call_parser="auto",
     chat_template_kwargs=None,
     rewards=["solve", "passed"],
 )
 RUN = replace(run_info(), agent=AGENT)
 TASK = Task(group=5, attempt=0, version=3, prompt_ids=[7], columns='{"question": "?"}')
-TURN = {"turn": 0, "after": None, "begins": "new_conversation", "prompt_tokens": 2, "tokens": 2, "seen": True}
+TURN = {"turn": 0, "after": None, "begins": "new_conversation", "prompt_tokens": 2, "tokens": 2}
+TURN |= {"seen": True, "trained": True}
 TURN |= {"asked_at": 0.0, "answered_at": 0.125}
 SAID = [{"role": "assistant", "content": "é"}]
 BRANCHES = [
@@ -55,7 +57,7 @@ DRAWN = GroupResult(
     ],
     episodes=[
         EpisodeRecord(branches=BRANCHES, text="é\n\U0001f600", tree=TREE),
-        EpisodeRecord(branches=[], text="", tree=[TURN | {"tokens": 0, "seen": False}]),
+        EpisodeRecord(branches=[], text="", tree=[TURN | {"tokens": 0, "seen": False, "trained": False}]),
     ],
 )
 
@@ -107,6 +109,7 @@ def test_damaged_tensors_are_refused(tensors, says):
         story(tree={}),
         story(tree=[7]),
         story(tree=[TURN | {"seen": 1}]),
+        story(tree=[TURN | {"trained": None}]),
         story(tree=[TURN | {"begins": "a b"}]),
         story(tree=[TURN | {"asked_at": NAN}]),
         story(tree=[{name: value for name, value in TURN.items() if name != "tokens"}]),

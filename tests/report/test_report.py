@@ -386,7 +386,8 @@ def test_a_conversation_is_shown_as_such_and_what_is_not_trained_on_told_apart(p
 @needs_browser
 def test_an_agents_episode_is_shown_as_its_turns_and_when_each_was_drawn(page, tmp_path):
     def turn(number, after, begins, asked_at, answered_at, **changes):
-        facts = {"turn": number, "after": after, "begins": begins, "prompt_tokens": 1200, "tokens": 30, "seen": True}
+        facts = {"turn": number, "after": after, "begins": begins, "prompt_tokens": 1200, "tokens": 30}
+        facts |= {"seen": True, "trained": True}
         return facts | {"asked_at": asked_at, "answered_at": answered_at} | changes
 
     tree = [

@@ -1,4 +1,5 @@
-"""Segments that are asked for from many threads are those of a plain forward pass, in whatever rows they were drawn."""
+"""Segments that are asked for from collections import Counter
+from many threads are those of a plain forward pass, in whatever rows they were drawn."""
 
 import random
 import threading
@@ -24,9 +25,10 @@ def model():
     return packed(random_model("qwen2"))
 
 
-def make_drawer(model, rows: int, look_every: int = 1, ends: list[int] = ()) -> Drawer:
+def make_drawer(model, rows: int, look_every: int = 1, ends: list[int] = (), has_scales: bool = False) -> Drawer:
     settings = {"slots": rows, "copies": 1, "longest_prompt": 8, "longest": LONGEST, "temperature": TEMPERATURE}
-    made = Rows(model, rows=rows, **settings, is_greedy=False, ends=ends, graphs=None, vision=None)
+    settings |= {"is_greedy": False, "has_scales": has_scales}
+    made = Rows(model, rows=rows, **settings, ends=ends, graphs=None, vision=None)
     return Drawer(made, LONGEST, look_every)
 
 
@@ -48,7 +50,7 @@ def by_hand(model, asked: Segment, count: int) -> tuple[list[int], list[float]]:
     ids, logprobs = [*asked.prompt_ids], []
     for place in range(count):
         with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[:, -1].float() / TEMPERATURE
+            logits = model(torch.tensor([ids])).logits[:, -1].float() / TEMPERATURE * asked.scale
         token, logprob = draw(in_blocks(logits), torch.from_numpy(asked.numbers[place : place + 1]))
         ids.append(token.item())
         logprobs.append(logprob.item())
@@ -81,6 +83,33 @@ def test_segments_are_those_of_a_plain_pass(model, rows, look_every):
         assert len(ids) == each.room or ids[-1] in ENDS
         assert not {*ids[:-1]} & {*ENDS}
     assert drawer.fed > 0 or rows < 16  # with few rows each is needed before its program comes back
+
+
+def test_a_segment_may_have_a_temperature_of_its_own(model):
+    """Beside others, and where it goes on in another's row, and another in its."""
+    scales = (1.0, TEMPERATURE / 0.2, 2.0**40, TEMPERATURE / 1.7)
+    asked: list[Segment] = []
+
+    def episode(number: int) -> None:
+        ids, before = [number + 5, number + 6], None
+        for turn in range(4):
+            scale = scales[(number + turn) % 4]
+            before = segment(ids, 6, seed=(number, turn), after=before, scale=scale)
+            asked.append(before)
+            drawer.submit(before)
+            ids = [*ids, *before.done.result().ids, 7]
+
+    drawer = make_drawer(model, 16, has_scales=True)
+    drawn_while(model, drawer, *(lambda number=number: episode(number) for number in range(4)))
+    assert drawer.fed == 12 and sorted(each.scale for each in asked) == sorted(scales * 4)
+    for each in asked:
+        ids, logprobs = by_hand(model, each, 6)
+        assert each.done.result().ids == ids
+        assert_rounded(torch.tensor(each.done.result().logprobs), torch.tensor(logprobs))
+        if each.scale == 2.0**40:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*each.prompt_ids, *ids]])).logits[0, len(each.prompt_ids) - 1 : -1]
+            assert ids == logits.argmax(dim=1).tolist() and logprobs == [0.0] * 6
 
 
 def test_equal_ids_are_computed_once_and_a_segment_goes_on_where_its_row_stands(model):

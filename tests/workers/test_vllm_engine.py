@@ -233,13 +233,14 @@ async def solve(task, client):
     second = [{"role": "user", "content": "Is it " + str(answer.choices[0].message.content)}]
     stream = await client.chat.completions.create(model="policy", messages=second, stream=True, max_tokens=5)
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    await client.chat.completions.create(model="policy", messages=second, temperature=0, max_tokens=5)
     return float(len(text))
 """
 
 
 def test_the_requests_of_an_agents_programs_are_drawn_each(engine, run, folders, tokenizer, monkeypatch, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
-    config = AskedSections(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
+    config = AskedSections(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature, agent_may_sample=True)
     agent = Agent(config, tokenizer, EOS, context=300, rows=64)
     with_agent = dataclasses.replace(run, agent=agent.describe())
     monkeypatch.setattr(engine, "run", with_agent)
@@ -259,7 +260,7 @@ def test_the_requests_of_an_agents_programs_are_drawn_each(engine, run, folders,
         check_drawn(group, with_agent, task)
         for outcome, episode in zip(group.outcomes, group.episodes, strict=True):
             assert outcome.rewards["solve"] >= 0 and not outcome.failure
-            assert len(episode.tree) == 5 and len(episode.branches) == 3
+            assert len(episode.tree) == 6 and len(episode.branches) == 3 and not episode.tree[-1]["trained"]
             for branch in episode.branches:
                 (scores,) = score(policy, branch.prompt_ids, [branch.completion_ids], run.temperature)
                 pairs = zip(scores, branch.sampling_logprobs, branch.drawn, strict=True)
@@ -268,7 +269,7 @@ def test_the_requests_of_an_agents_programs_are_drawn_each(engine, run, folders,
 
 def test_a_server_that_ends_ends_the_episodes_too(make_fake, run, folders, tokenizer, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
-    config = AskedSections(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature)
+    config = AskedSections(agent=f"{tmp_path}/agent.py:solve", temperature=run.temperature, agent_may_sample=True)
     agent, engine = Agent(config, tokenizer, EOS, context=300, rows=64), make_fake()
     engine.start(dataclasses.replace(run, agent=agent.describe()), folders["untied0"], 0, WorkerTools(agent, tokenizer))
     with closing(agent):
