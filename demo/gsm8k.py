@@ -50,7 +50,7 @@ WIDTH = 896  # of the 0.5B model's layers, whose products are timed
 STEPS, HOURS, RATE = 30, 2.3, 400.0
 ALL_QUESTIONS = "openai/gsm8k"
 CALCULATION = "<<"  # GSM8K's solutions have their calculations in double angle brackets
-MOST_CALCULATIONS = 2  # of a question that is trained on; the untrained model solves hardly any with more
+MOST_CALCULATIONS = 2  # of a question that is trained on: untrained it solves 34 % of those, 13 % of those with three
 ANSWER_AT_END = re.compile(r".*<answer>[^<>]*</answer>\s*", re.DOTALL)
 RISE = 0.15  # of the accuracy, that is promised
 

@@ -2,7 +2,7 @@
 
     grpo launch --environment verifiers:PACKAGE        its tasks are the dataset
     grpo launch --environment verifiers:FILE.toml      PACKAGE's settings, as `vf-eval @ FILE.toml` takes them
-    PYTHON verifiers_episodes.py NAME                    prints the tasks: a line of JSON each
+    PYTHON verifiers_episodes.py NAME                  prints the tasks: a line of JSON each
 
 It stands alone, as the interpreter is that of verifiers, and may be another than the run's (agent_python). Checked with
 verifiers 0.4.0, whose environments are in verifiers.v1.
