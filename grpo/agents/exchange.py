@@ -87,12 +87,12 @@ class ChatExchange:
         self._pieces: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         """for a stream: which segment has which text by now; None: one has ended"""
         self._is_streamed = False
-        self._scale = _find_scale(wanted, session.limits)
+        scale = _find_scale(wanted, session.limits)
         with session.lock:  # as whole as its end, which cancels the segments
             if session.is_over:
                 raise Refused("the episode is over", code="episode_over")
             session.count(wanted.n)
-            self.nodes: list[Node] = session.episode.ask(wanted, scale=self._scale)
+            self.nodes: list[Node] = session.episode.ask(wanted, scale)
             self._prompt_ids = self.nodes[0].prompt_ids
             room = self._find_room()
             self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
@@ -118,7 +118,7 @@ class ChatExchange:
             prompt_ids=self._prompt_ids,
             room=room,
             numbers=session.episode.numbers(node, room),
-            scale=self._scale,
+            scale=node.asked.scale,
             after=session.segments.get(node.parent),
             find_end=(lambda ids: self._watch(number, ids)) if watches else None,
         )

@@ -312,10 +312,8 @@ def _join(path: list[Node]) -> Branch:
     """Make a branch of segments that follow each other, from the first to the last that is trained on."""
     first, *_, last = [place for place, node in enumerate(path) if node.is_trained] * 2
     ids, logprobs, drawn = [], [], []
-    for place, node in enumerate(path[: last + 1]):
-        if place < first:
-            continue
-        before = node.before if place > first else []
+    for node in path[first : last + 1]:
+        before = node.before if ids else []  # those before the first are in the prompt
         ids += [*before, *node.ids]
         logprobs += [math.nan] * len(before)
         logprobs += node.logprobs if node.is_trained else [math.nan] * len(node.ids)
