@@ -11,7 +11,7 @@
 # make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
 # make test-versions  fast tests and demo with the lowest and the newest versions that pyproject.toml allows
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
-# make test-verifiers  environments of the package verifiers: 0.6 GB in .venv-verifiers, a minute
+# make test-verifiers  environments of the package verifiers: 0.6 GB in .venv-verifiers, three minutes
 # make test-clusters  a run that ssh, SLURM, Ray and Kubernetes disturb, and pools on a bucket: apt-get install slurm-wlm
 #              openssh-server postgresql
 # make check   ruff
