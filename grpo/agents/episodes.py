@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.agents.agent_processes import HOST_LOST, AgentProgram, AgentPrograms, Ending
 from grpo.agents.exchange import EpisodeLimits, RunningEpisode
 from grpo.agents.gateway import Gateway
-from grpo.agents.journal import Journal, read_program, sum_weights
+from grpo.agents.journal import Journal, RunJournal, read_program, sum_weights
 from grpo.agents.tree import Episode, Formats
 from grpo.config.sampling_settings import AskedSections, label_of
 from grpo.data.records import Example, Outcome, Rollout
@@ -69,7 +69,7 @@ class Agent:
             history=config.agent_history,
         )
         self.gateway: Gateway | None = None
-        self.journal: Journal | None = None  # of a run that trains
+        self.journal: Journal | None = None  # of what is trained on
         self._failures: Counter[str] = Counter()
 
     def describe(self) -> RunAgent:
@@ -113,7 +113,7 @@ class Agent:
         """Keep in a run's folder what is drawn, and which episodes have ended. `identity` names model, data and
         settings; for `oldest` see Journal."""
         run = fingerprint(identity, read_program(self.config.agent))
-        self.journal = Journal(folder / "journal", rank, run=run, oldest=oldest)
+        self.journal = RunJournal(folder / "journal", rank, run=run, oldest=oldest)
 
     def close(self) -> None:
         """End all programs, after all episodes."""
@@ -173,11 +173,10 @@ class AgentSampler(ContinuousSampler):
     """The sampler of a run whose completions are episodes of a program."""
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
-        agent, journal = self._turns, None
-        if agent.journal is not None and order.names is not None:
-            journal = agent.journal
-            if journal.version != self._policy_version:
-                journal.begin(self._policy_version, sum_weights(self._model))
+        agent = self._turns
+        journal = None if order.names is None else agent.journal
+        if journal is not None:
+            journal.begin(self._policy_version, functools.partial(sum_weights, self._model))
         with policy_that_draws(self._model):
             rows = self._make_rows(
                 order,

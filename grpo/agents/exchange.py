@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -140,10 +141,7 @@ class ChatExchange:
             self._pieces.put((number, text[: len(text) - held_back if place is None else place]))
         if place is None:
             return None
-        kept = len(ids)
-        while self._find_stop(ids[: kept - 1]) is not None:
-            kept -= 1
-        return kept
+        return bisect_left(range(len(ids)), True, key=lambda count: self._find_stop(ids[:count]) is not None)
 
     def _find_stop(self, ids: list[int]) -> int | None:
         """Return the place in the text at which the first stop text begins; None without."""

@@ -10,7 +10,8 @@ So the policy that had drawn them learns from them, and no other: the hex digits
 that a draw follows from (`sum_weights`, `Journal`).
 
 A line is with the system before it is used, so that it survives a kill of any process. The last lines may be lost with
-the machine: then no program is left that has seen them.
+the machine: then no program is left that has seen them. A pool's workers keep the same lines in the pool
+(grpo/workers/pool_journal.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,57 +39,88 @@ from grpo.wire.tool_outcomes import Outcome
 
 log = logging.getLogger(__name__)
 
+DAMAGED = ValueError, TypeError, KeyError, RecursionError  # raised for a line that is none
 
-class Journal:
-    """What one rank wrote, and what all of them had written when it began."""
 
-    def __init__(self, folder: Path, rank: int, *, run: str, oldest: Callable[[], int]):
-        """`run`: names the run's settings and data, and its program; `oldest`: returns the step of the oldest
-        checkpoint from which the run may resume."""
-        self._folder, self._rank, self._run, self._oldest = folder, rank, run, oldest
-        self.version = -1  # the number of updates of the policy whose file is open
-        self._path: Path | None = None
-        self._requests: dict[tuple[Name, str], Drawn] = {}
+class Journal(ABC):
+    """What was drawn for episodes, in memory and where it survives."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Name, dict[str, Drawn]] = {}
         self._rollouts: dict[Name, Rollout] = {}
 
-    def begin(self, version: int, weights: str) -> None:
-        """Open the file of what the policy of these weights draws after `version` updates, and read what was drawn
-        before. Raises OSError."""
-        part = f"{version}-{fingerprint(weights, self._run)}"
-        self.version, self._path = version, self._folder / f"{part}-rank-{self._rank}.jsonl"
-        self._requests, self._rollouts = {}, {}
-        self._folder.mkdir(exist_ok=True)
-        self._drop_old()
-        for written in sorted(self._folder.glob(f"{part}-rank-*.jsonl")):
-            self._read(written)
-        if self._requests or self._rollouts:
-            log.info(
-                "the journal has %d episodes of step %d that have ended, and %d answers: they are not drawn again",
-                len(self._rollouts),
-                version + 1,
-                len(self._requests),
-            )
+    @abstractmethod
+    def begin(self, version: int, sum_weights: Callable[[], str]) -> None:
+        """Be ready for what the policy draws after `version` updates. Raises OSError."""
+
+    @abstractmethod
+    def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
+        """Keep a line, and call `hand_over` afterwards."""
 
     def find(self, episode: Name, request: str) -> Drawn | None:
         """Return what was drawn for this request; None if nothing was. From any thread."""
-        return self._requests.get((episode, request))
+        return self._requests.get(episode, {}).get(request)
 
     def find_rollout(self, episode: Name) -> Rollout | None:
         """Return the record of an episode that has ended; None for any other."""
         return self._rollouts.get(episode)
 
-    def add(self, episode: Name, request: str, drawn: Drawn) -> None:
-        """Keep what was drawn. Raises OSError, as `end` does. One thread calls both."""
-        self._write({"episode": episode, "request": request, **asdict(drawn)})
-        self._requests[episode, request] = drawn
+    def add(self, episode: Name, request: str, drawn: Drawn, done: Future[Drawn]) -> None:
+        """Keep what was drawn, and then give it to `done`. Raises OSError, as `end` does. One thread calls both."""
+
+        def hand_over() -> None:
+            self._requests.setdefault(episode, {})[request] = drawn
+            done.set_result(drawn)
+
+        self._keep(episode, _line({"episode": episode, "request": request, **asdict(drawn)}), hand_over)
 
     def end(self, episode: Name, rollout: Rollout) -> None:
         """Keep the record of an episode that has ended."""
-        self._write({"episode": episode, "rollout": asdict(rollout)})
         self._rollouts[episode] = rollout
+        self._keep(episode, _line({"episode": episode, "rollout": asdict(rollout)}), lambda: None)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record).encode() + b"\n"
+    def _read(self, line: bytes) -> None:
+        """Take in a line. Raises one of DAMAGED."""
+        record = json.loads(line)
+        episode = tuple(record["episode"])
+        if "rollout" in record:
+            self._rollouts[episode] = _read_rollout(record["rollout"])
+        else:
+            drawn = Drawn(ids=record["ids"], logprobs=record["logprobs"])
+            self._requests.setdefault(episode, {})[record["request"]] = drawn
+
+
+class RunJournal(Journal):
+    """What one rank wrote, and what all of them had written when it began, in a run's folder."""
+
+    def __init__(self, folder: Path, rank: int, *, run: str, oldest: Callable[[], int]):
+        """`run`: names the run's settings and data, and its program; `oldest`: returns the step of the oldest
+        checkpoint from which the run may resume."""
+        super().__init__()
+        self._folder, self._rank, self._run, self._oldest = folder, rank, run, oldest
+        self._version = -1  # the number of updates of the policy whose file is open
+        self._path: Path | None = None
+
+    def begin(self, version: int, sum_weights: Callable[[], str]) -> None:
+        """Open the file of a version, and read what was drawn before."""
+        if version == self._version:
+            return
+        part = f"{version}-{fingerprint(sum_weights(), self._run)}"
+        self._version, self._path = version, self._folder / f"{part}-rank-{self._rank}.jsonl"
+        self._requests, self._rollouts = {}, {}
+        self._folder.mkdir(exist_ok=True)
+        self._drop_old()
+        for written in sorted(self._folder.glob(f"{part}-rank-*.jsonl")):
+            self._read_file(written)
+        if self._requests or self._rollouts:
+            log.info(
+                "the journal has %d episodes of step %d that have ended, and %d answers: they are not drawn again",
+                len(self._rollouts),
+                version + 1,
+                sum(map(len, self._requests.values())),
+            )
+
+    def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
         try:
             with open(self._path, "ab", buffering=0) as file:
                 while line:  # a disk that gets full takes a part
@@ -94,19 +128,14 @@ class Journal:
         except OSError as error:
             how = f"the journal cannot be written ({error.strerror}): make room, and start the run again"
             raise OSError(error.errno, how, str(self._path)) from None
+        hand_over()
 
-    def _read(self, path: Path) -> None:
+    def _read_file(self, path: Path) -> None:
         """Take in a file. What was written last may be half a line."""
         for number, line in enumerate(_whole_lines(path), 1):
             try:
-                record = json.loads(line)
-                episode = tuple(record["episode"])
-                if "rollout" in record:
-                    self._rollouts[episode] = _read_rollout(record["rollout"])
-                else:
-                    drawn = Drawn(ids=record["ids"], logprobs=record["logprobs"])
-                    self._requests[episode, record["request"]] = drawn
-            except (ValueError, TypeError, KeyError, RecursionError):  # a power cut may leave anything
+                self._read(line)
+            except DAMAGED:  # a power cut may leave anything
                 log.warning("line %d of %s is damaged: what it had is drawn again", number, path)
         if path == self._path:
             self._cut(path)
@@ -122,6 +151,10 @@ class Journal:
         for path in self._folder.glob("*-rank-*.jsonl"):
             if int(path.name.partition("-")[0]) < oldest:
                 path.unlink(missing_ok=True)  # other ranks do the same
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

@@ -42,8 +42,16 @@ class Segment:
     after: "Segment | None" = None  # a segment that has ended, with whose prompt and ids `prompt_ids` begins
     find_end: Callable[[list[int]], int | None] | None = None
     """is told the ids so far, now and then; returns how many of them the segment keeps if it ends with these"""
-    keep: Callable[[Drawn], None] | None = None  # is told what was drawn before anyone else has it
+    keep: Callable[[Drawn, Future[Drawn]], None] | None = None
+    """is told what was drawn before anyone else has it, and gives it to `done` once it is kept"""
     done: Future[Drawn] = field(default_factory=Future)  # who cancels it wants the segment no more
+
+    def finish(self, drawn: Drawn) -> None:
+        """Hand over what was drawn."""
+        if self.keep is None:
+            self.done.set_result(drawn)
+        else:
+            self.keep(drawn, self.done)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -243,10 +251,7 @@ class Drawer:
         held.is_drawing = False
         self._ended[segment] = None
         check_drawn(logprobs)
-        drawn = Drawn(ids=ids, logprobs=logprobs)
-        if segment.keep is not None:
-            segment.keep(drawn)
-        segment.done.set_result(drawn)
+        segment.finish(Drawn(ids=ids, logprobs=logprobs))
 
 
 def _over() -> RuntimeError:

@@ -59,19 +59,11 @@ class RequestDrawer:
             return
         try:
             ids, logprobs, _ = self._draw_segment(segment.prompt_ids, segment.room, segment.scale)
-            kept = _find_end(segment, ids)
-            segment.done.set_result(Drawn(ids=ids[:kept], logprobs=logprobs[:kept]))
+            kept = None if segment.find_end is None else segment.find_end(ids)
+            segment.finish(Drawn(ids=ids[:kept], logprobs=logprobs[:kept]))
         except BaseException as error:
             segment.done.set_exception(error)
             self._news.put(error)
-
-
-def _find_end(segment: Segment, ids: list[int]) -> int:
-    if segment.find_end is not None:
-        for count in range(1, len(ids) + 1):
-            if (kept := segment.find_end(ids[:count])) is not None:
-                return kept
-    return len(ids)
 
 
 def draw_group(agent: Agent, example: Example, run: RunInfo, task: Task, draw_segment: DrawSegment) -> list[Rollout]:

@@ -15,7 +15,7 @@ from rounding import assert_rounded
 
 from grpo.agents.exchange import EpisodeLimits, RunningEpisode
 from grpo.agents.gateway import Gateway
-from grpo.agents.journal import Journal
+from grpo.agents.journal import RunJournal
 from grpo.agents.tree import Episode, Formats
 from grpo.sampling.draw import draw, in_blocks
 from grpo.sampling.drawer import Drawer
@@ -37,7 +37,7 @@ class Desk:
         self.waits: list[bool] = []
 
     def begin(
-        self, number: int = 0, turns: int = 100, journal: Journal | None = None, may_sample: bool = False
+        self, number: int = 0, turns: int = 100, journal: RunJournal | None = None, may_sample: bool = False
     ) -> tuple[RunningEpisode, str]:
         session = RunningEpisode(
             episode=Episode(self.formats, (7, 3, number)),
@@ -331,8 +331,8 @@ def test_what_an_ended_episode_waits_for_is_not_drawn(desk):
 
 def test_what_was_drawn_before_a_kill_is_answered_again_and_only_the_rest_is_drawn(desk, tmp_path):
     def talk(turns: int) -> tuple[list, list]:
-        journal = Journal(tmp_path, 0, run="run", oldest=lambda: 0)
-        journal.begin(5, "0123")
+        journal = RunJournal(tmp_path, 0, run="run", oldest=lambda: 0)
+        journal.begin(5, lambda: "0123")
         session, key = desk.begin(11, journal=journal)
         chat, messages, said = desk.client(key).chat.completions, [*QUESTION], []
         for turn in range(turns):
@@ -354,8 +354,8 @@ def test_what_was_drawn_before_a_kill_is_answered_again_and_only_the_rest_is_dra
 
 
 def test_a_request_for_more_tokens_is_another_one(desk, tmp_path):
-    journal = Journal(tmp_path, 0, run="run", oldest=lambda: 0)
-    journal.begin(5, "0123")
+    journal = RunJournal(tmp_path, 0, run="run", oldest=lambda: 0)
+    journal.begin(5, lambda: "0123")
     counts = []
     for tokens in (3, 5, 3):
         session, key = desk.begin(12, journal=journal)

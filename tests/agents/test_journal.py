@@ -3,13 +3,14 @@
 import json
 import math
 import resource
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from grpo.agents.journal import Journal, read_program, sum_weights
+from grpo.agents.journal import RunJournal, read_program, sum_weights
 from grpo.data.records import Rollout
 from grpo.sampling.drawer import Drawn
 from grpo.wire.agent_runs import Branch
@@ -45,21 +46,27 @@ ROLLOUT = Rollout(
 def open_journal(tmp_path):
     """`open_journal(rank=0, run="run", oldest=0)`: a journal in the test's folder, after a start of the run."""
 
-    def open_journal(rank: int = 0, run: str = "run", oldest: int = 0) -> Journal:
-        return Journal(tmp_path / "journal", rank, run=run, oldest=lambda: oldest)
+    def open_journal(rank: int = 0, run: str = "run", oldest: int = 0) -> RunJournal:
+        return RunJournal(tmp_path / "journal", rank, run=run, oldest=lambda: oldest)
 
     return open_journal
 
 
-def begun(journal: Journal, version: int = 4, weights: str = "0123") -> Journal:
-    journal.begin(version, weights)
+def begun(journal: RunJournal, version: int = 4, weights: str = "0123") -> RunJournal:
+    journal.begin(version, lambda: weights)
     return journal
+
+
+def add(journal: RunJournal, episode: tuple[int, int, int], drawn: Drawn = DRAWN) -> None:
+    done = Future()
+    journal.add(episode, "first", drawn, done)
+    assert done.result(timeout=0) == drawn
 
 
 def test_what_any_rank_wrote_is_found_exactly_by_the_next_start(open_journal):
     for rank in range(3):
         journal = begun(open_journal(rank))
-        journal.add((9, rank, 0), "first", DRAWN)
+        add(journal, (9, rank, 0))
         journal.end((9, rank, 1), ROLLOUT)
         assert journal.find((9, rank, 0), "first") == DRAWN
     found = begun(open_journal(1))
@@ -74,7 +81,7 @@ def test_what_any_rank_wrote_is_found_exactly_by_the_next_start(open_journal):
 @pytest.mark.parametrize("cut", [1, 30, 200])
 def test_half_a_line_is_nothing_and_what_is_written_after_it_is_whole(open_journal, tmp_path, cut):
     journal = begun(open_journal())
-    journal.add((9, 0, 0), "first", DRAWN)
+    add(journal, (9, 0, 0))
     journal.end((9, 0, 1), ROLLOUT)
     [path] = (tmp_path / "journal").iterdir()
     path.write_bytes(path.read_bytes()[:-cut])
@@ -89,7 +96,7 @@ def test_half_a_line_is_nothing_and_what_is_written_after_it_is_whole(open_journ
 )
 def test_a_damaged_line_is_told_and_the_others_are_kept(open_journal, tmp_path, caplog, line):
     journal = begun(open_journal())
-    journal.add((9, 0, 0), "first", DRAWN)
+    add(journal, (9, 0, 0))
     [path] = (tmp_path / "journal").iterdir()
     path.write_text(line + "\n" + path.read_text())
     assert begun(open_journal()).find((9, 0, 0), "first") == DRAWN
@@ -100,14 +107,14 @@ def test_a_damaged_line_is_told_and_the_others_are_kept(open_journal, tmp_path, 
     ("others", "version", "weights"), [({"run": "other"}, 4, "0123"), ({}, 5, "0123"), ({}, 4, "0124")]
 )
 def test_another_policy_run_or_step_finds_nothing(open_journal, others, version, weights):
-    begun(open_journal()).add((9, 0, 0), "first", DRAWN)
+    add(begun(open_journal()), (9, 0, 0))
     assert begun(open_journal(**others), version, weights).find((9, 0, 0), "first") is None
     assert begun(open_journal()).find((9, 0, 0), "first") == DRAWN
 
 
 def test_what_is_older_than_every_checkpoint_is_deleted(open_journal, tmp_path):
     for version in (8, 9, 10, 11):
-        begun(open_journal(), version).add((9, version, 0), "first", DRAWN)
+        add(begun(open_journal(), version), (9, version, 0))
     begun(open_journal(rank=1, oldest=10), 12)
     left = {int(path.name.partition("-")[0]) for path in (tmp_path / "journal").iterdir()}
     assert left == {10, 11}
@@ -115,16 +122,16 @@ def test_what_is_older_than_every_checkpoint_is_deleted(open_journal, tmp_path):
 
 def test_a_full_disk_is_named_and_what_was_half_written_is_no_answer(open_journal):
     journal, before = begun(open_journal()), resource.getrlimit(resource.RLIMIT_FSIZE)
-    journal.add((9, 0, 0), "first", DRAWN)
+    add(journal, (9, 0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))  # Python ignores SIGXFSZ: a write fails
     try:
         with pytest.raises(OSError, match="the journal cannot be written .*: make room, and start the run again"):
-            journal.add((9, 0, 1), "first", Drawn(ids=[7] * 1000, logprobs=[-0.5] * 1000))
+            add(journal, (9, 0, 1), Drawn(ids=[7] * 1000, logprobs=[-0.5] * 1000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert journal.find((9, 0, 1), "first") is None
     again = begun(open_journal())
-    again.add((9, 0, 2), "first", DRAWN)
+    add(again, (9, 0, 2))
     last = begun(open_journal())
     assert last.find((9, 0, 0), "first") == last.find((9, 0, 2), "first") == DRAWN
     assert last.find((9, 0, 1), "first") is None
@@ -133,7 +140,7 @@ def test_a_full_disk_is_named_and_what_was_half_written_is_no_answer(open_journa
 def test_a_record_is_with_the_system_before_it_is_used(open_journal, tmp_path):
     journal = begun(open_journal())
     for number in range(20):
-        journal.add((9, 0, number), "first", DRAWN)
+        add(journal, (9, 0, number))
         [path] = (tmp_path / "journal").iterdir()
         assert json.loads(path.read_bytes().splitlines()[-1])["episode"] == [9, 0, number]
 

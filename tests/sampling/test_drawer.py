@@ -1,10 +1,9 @@
-"""Segments that are asked for from collections import Counter
-from many threads are those of a plain forward pass, in whatever rows they were drawn."""
+"""Segments that are asked for from many threads are those of a plain forward pass, in whatever rows they were drawn."""
 
 import random
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 import pytest
@@ -191,10 +190,11 @@ def test_logits_that_are_nan_fail_the_run_and_all_that_wait(model):
 def test_what_was_drawn_is_kept_before_anyone_has_it_and_what_cannot_be_kept_ends_all(model):
     kept, drawer = [], make_drawer(model, 2)
 
-    def keep(drawn: Drawn) -> None:
+    def keep(drawn: Drawn, done: Future[Drawn]) -> None:
         kept.append((drawn.ids, first.done.done()))
+        done.set_result(drawn)
 
-    def fail(drawn: Drawn) -> None:
+    def fail(drawn: Drawn, done: Future[Drawn]) -> None:
         raise OSError(28, "no room")
 
     first, second = segment([7, 8], 3, keep=keep), segment([7, 9], 6, keep=fail)
