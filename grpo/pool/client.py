@@ -110,6 +110,15 @@ class PoolClient:
         body = self._ask(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
         return sessions.decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
 
+    def add_to_journal(self, worker: str, key: tuple[int, int], weights: str, lines: bytes) -> None:
+        """Let the pool keep lines of a journal, of what these weights have drawn for a task."""
+        self._ask(wire.JOURNAL_PATH, lines, _journal_query(key, weights) | {"worker": worker})
+
+    def journal(self, key: tuple[int, int], weights: str) -> bytes:
+        """Return the lines of all that these weights have drawn for a task."""
+        with self._send("GET", wire.JOURNAL_PATH, params=_journal_query(key, weights)) as response:
+            return response.content
+
     def versions(self) -> list[Version]:
         """Return the pool's versions of the policy, in ascending order."""
         return sessions.decoded(self._ask(wire.VERSIONS_PATH), lambda body: [*map(Version.of_fields, json.loads(body))])
@@ -213,6 +222,11 @@ class PoolClient:
 
     def _no_pool(self, reason: object) -> ServerError:
         return ServerError(f"{self.url} is no pool of rollouts ({reason}): set pool to a server of the task rollouts")
+
+
+def _journal_query(key: tuple[int, int], weights: str) -> dict[str, str]:
+    group, attempt = map(str, key)
+    return {"group": group, "attempt": attempt, "weights": weights}
 
 
 class Stopped(Exception):

@@ -19,7 +19,7 @@ from grpo.wire.refusals import ProtocolError
 
 log = logging.getLogger(__name__)
 
-APPLICATION, SCHEMA_VERSION = 0x47525031, 4  # "GRP1"; another schema gets another number
+APPLICATION, SCHEMA_VERSION = 0x47525031, 5  # "GRP1"; another schema gets another number
 SCHEMA = """
 -- A `checksum` is the result of `checksum` for the row's other values, in the order of its columns.
 CREATE TABLE run (number INTEGER PRIMARY KEY CHECK (number = 1), info BLOB NOT NULL, checksum BLOB NOT NULL);
@@ -42,6 +42,13 @@ CREATE TABLE versions (
     info BLOB,  -- NULL once the version was dropped: what it drew stays
     checksum BLOB NOT NULL
 );
+CREATE TABLE journal (  -- what was drawn for episodes of tasks without completions; each row is a part of a journal
+    group_id INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    weights TEXT NOT NULL,  -- SHA-256 of those that drew it
+    lines BLOB NOT NULL,  -- see grpo/agents/journal.py
+    checksum BLOB NOT NULL
+);
+CREATE INDEX journal_of_task ON journal (group_id, attempt);
 """
 LEASES_SCHEMA = """
 CREATE TEMPORARY TABLE leases (
@@ -112,6 +119,10 @@ class Database(ABC):
         keys = _KEYS[table]
         is_same = " AND ".join(f"{key} = ?" for key in keys)
         self.sql(f"DELETE FROM {table} WHERE {is_same}", *(row[key] for key in keys))
+        self.insert(table, **row)
+
+    def insert(self, table: str, **row: Any) -> None:
+        """Store a row, inside a transaction."""
         self.sql(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
 
     @contextmanager

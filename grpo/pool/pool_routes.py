@@ -12,7 +12,7 @@ from grpo.pool.protocol import Lease, RunInfo, Version, drifts_of, keys_of
 from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
 from grpo.server.http import BODY_BYTES
 from grpo.wire import refusals as wire
-from grpo.wire.json_fields import LARGEST_ID, check_amount, read_json
+from grpo.wire.json_fields import LARGEST_ID, check_amount, check_hex, read_json
 from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.tensors import FilePart
 
@@ -33,6 +33,11 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     def versions():
         service.check_ready()
         return make_json([asdict(version) for version in service.store.versions()])
+
+    @app.get(wire.JOURNAL_PATH)
+    def journal():
+        service.check_ready()
+        return make_answer(service.store.journal(*_journal_of_query()), 200, wire.CONTENT_TYPE)
 
     @app.get(wire.FILES_PATH)
     def send_file():
@@ -56,25 +61,22 @@ def _add_posts(app: App, service: PoolService) -> None:
         service.numbers.transferred("received", len(body))
         return {"received": received}
 
-    def drop_versions(_: bytes) -> None:
-        text = bottle.request.query.get("version", "")
-        if not (re.fullmatch("[0-9]{1,10}", text) and int(text) <= LARGEST_ID):
-            raise malformed(f"version={text[:80]!r} in the query: send a version's number")
-        service.store.drop_versions_below(int(text))
-
     def add_results(body: bytes) -> dict:
-        worker = bottle.request.query.getunicode("worker") or bottle.request.remote_addr or ""
-        note(client=worker)
         service.numbers.transferred("received", len(body))
-        return {"results": service.add_results(body, worker)}
+        return {"results": service.add_results(body, _worker_of_query())}
+
+    def add_to_journal(body: bytes) -> dict:
+        service.numbers.transferred("received", len(body))
+        return {"wanted": service.add_to_journal(*_journal_of_query(), body, _worker_of_query())}
 
     on_post(wire.RUN_PATH, lambda body: service.store.set_run(RunInfo.of_json(body)))
     on_post(wire.VERSIONS_PATH, lambda body: service.add_version(Version.of_fields(read_json(body))))
     on_post(wire.DRIFT_PATH, lambda body: service.note_drift(drifts_of(read_json(body).get("groups"))))
-    on_post(wire.NEEDED_PATH, drop_versions)
+    on_post(wire.NEEDED_PATH, lambda _: service.store.drop_versions_below(_number_of_query("version")))
     on_post(wire.TASKS_PATH, lambda body: {"tasks": service.put_tasks(body)}, BODY_BYTES)
     on_post(wire.FILES_PATH, add_piece, BODY_BYTES)
     on_post(wire.RESULTS_PATH, add_results, BODY_BYTES)
+    on_post(wire.JOURNAL_PATH, add_to_journal, BODY_BYTES)
 
 
 def _add_long_polls(app: App, service: PoolService) -> None:
@@ -104,6 +106,27 @@ def _read_post(service: PoolService, most_bytes: int = _JSON_BYTES) -> bytes:
     if bottle.request.content_length > most_bytes:
         raise ProtocolError(413, "request_entity_too_large", f"the body is larger than {most_bytes >> 20} MiB")
     return read_body()
+
+
+def _number_of_query(name: str) -> int:
+    text = bottle.request.query.get(name, "")
+    if not (re.fullmatch("[0-9]{1,10}", text) and int(text) <= LARGEST_ID):
+        raise malformed(f"{name}={text[:80]!r} in the query: send a number")
+    return int(text)
+
+
+def _worker_of_query() -> str:
+    worker = bottle.request.query.getunicode("worker") or bottle.request.remote_addr or ""
+    note(client=worker)
+    return worker
+
+
+def _journal_of_query() -> tuple[tuple[int, int], str]:
+    """Return a task's key, and the SHA-256 of the weights that draw it."""
+    key = _number_of_query("group"), _number_of_query("attempt")
+    weights = bottle.request.query.get("weights", "")
+    check_hex("weights", weights, 64)
+    return key, weights
 
 
 def _file_answer(service: PoolService, sha256: str, wanted: str) -> bottle.HTTPResponse:

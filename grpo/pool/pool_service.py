@@ -18,7 +18,7 @@ from grpo.pool.task_tensors import decode_drawn, decode_results, decode_tasks, e
 from grpo.server.http import THREADS
 from grpo.server.service import Service
 from grpo.wire.health import ModelInfo, ServerInfo
-from grpo.wire.refusals import ProtocolError, check_name
+from grpo.wire.refusals import ProtocolError, check_name, malformed
 
 _MOST_WORK = 24  # requests that are read and stored at once
 # Requests that wait for tasks or results; the other threads keep /health quick.
@@ -126,6 +126,7 @@ class PoolService(Service):
                 for task, drawn in wanted.values():
                     check_drawn(drawn, run, task)
             except ProtocolError as error:
+                self.store.drop_journal(keys)  # else the next worker would send the same again, and be refused too
                 self.numbers.answered(["refused"] * len(groups))
                 self.leases.refused(worker, keys, error.message)
                 raise
@@ -137,6 +138,15 @@ class PoolService(Service):
         self.leases.uploaded(worker, keys, groups=len(kept), tokens=tokens)
         self.numbers.answered(answers, tokens)
         return answers
+
+    def add_to_journal(self, key: Key, weights: str, lines: bytes, worker: str) -> bool:
+        """Keep what a worker has drawn for episodes of a task; return whether it is wanted. Raises ProtocolError: 403
+        for a suspended worker, 400 for half a line."""
+        check_name("worker", worker)
+        self._check_welcome(self.leases.find(worker))
+        if not lines.endswith(b"\n"):
+            raise malformed("a journal: send whole lines")
+        return self.store.add_to_journal(key, weights, lines)
 
     def note_drift(self, drifts: dict[int, tuple[float, int]]) -> None:
         """Note how far the log-probs of these groups are from the trainer's: nats a token, and tokens, by group."""

@@ -35,6 +35,8 @@ _TASK_OF_KEY = f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE group_id = ? 
 _RUN = "SELECT number, info, checksum FROM run"
 _VERSIONS = "SELECT version, weights, info, checksum FROM versions"
 _TASK_NAME = "group {}, attempt {}"
+_JOURNAL = "SELECT group_id, attempt, weights, lines, checksum FROM journal WHERE group_id = ? AND attempt = ?"
+_DROP_JOURNAL = "DELETE FROM journal WHERE group_id = ? AND attempt = ?"
 _ANOTHER = "start the pool with another --pool_file or --pool_url"
 
 
@@ -115,6 +117,7 @@ class Store:
                 spoiled = self.database.sql("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
                 for key in spoiled:
                     self._store_task(self.find_task(key)[0])
+                self.database.sql("DELETE FROM journal WHERE weights NOT IN (SELECT weights FROM versions)")
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
                 version = replace(known, whole=True)
             self._write_version(version, version.to_json())
@@ -222,7 +225,30 @@ class Store:
         columns = ", ".join(f"{column} = ?" for column in new)
         undrawn = "group_id = ? AND attempt = ? AND version = ? AND drawn IS NULL"
         statement = f"UPDATE tasks SET {columns} WHERE {undrawn} RETURNING group_id"
+        self.database.sql(_DROP_JOURNAL, *task.key)
         return bool(self.database.sql(statement, *new.values(), *task.key, task.version))
+
+    def add_to_journal(self, key: tuple[int, int], weights: str, lines: bytes) -> bool:
+        """Keep what a version with these weights has drawn for episodes of a task. Return whether the task waits for
+        such; else nothing is kept."""
+        with self.database.transaction(SHARED):
+            task, result = self.find_task(key)
+            is_wanted = task is not None and result is None and self.find_version(task.version)[0] == weights
+            if is_wanted:
+                row = {"group_id": task.group, "attempt": task.attempt, "weights": weights, "lines": lines}
+                self.database.insert("journal", **row, checksum=checksum(row.values()))
+        return is_wanted
+
+    def drop_journal(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Forget what was drawn for episodes of these tasks."""
+        with self.database.transaction(SHARED):
+            for key in keys:
+                self.database.sql(_DROP_JOURNAL, *key)
+
+    def journal(self, key: tuple[int, int], weights: str) -> bytes:
+        """Return the lines of all that these weights have drawn for a task."""
+        rows = self.database.checked_rows(f"the journal of {_TASK_NAME}", _JOURNAL, *key)
+        return b"".join(lines for _, _, drew, lines in rows if drew == weights)
 
     def replaced(self, weights: Iterable[tuple[int, str]]) -> set[int]:
         """Return the versions, of these with their weights' SHA-256, that have other weights here."""

@@ -5,6 +5,8 @@ groups, others send them, so that a slow pool holds no engine up, and one renews
 failure in one of them ends `run`, or starts the engine again.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import secrets
@@ -18,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
 from grpo.config.programs import WorkerConfig
@@ -26,6 +28,9 @@ from grpo.pool.client import LeaseReply, PoolClient, Retrier, Stopped
 from grpo.pool.protocol import GroupResult, Lease, Task, Version
 from grpo.workers.engine import Engine, EngineError, WorkerFailed, WorkerTools, check_given, open_turns
 from grpo.workers.weights_folder import ModelFolder, dtype_of
+
+if TYPE_CHECKING:
+    from grpo.workers.pool_journal import PoolJournal
 
 log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
@@ -61,6 +66,7 @@ class GenerationWorker:
         self.stop = stop or threading.Event()
         self._config, self._engine, self._is_started = config, engine, False
         self._turns: WorkerTools | None = None
+        self._journal: PoolJournal | None = None  # of an agent
         self._new_client = partial(PoolClient, config.pool, token=config.token, ref_ca_file=config.ref_ca_file)
         self._client = self._new_client()
         self._patience = Retrier(self._client, config.pool_deadline, self.stop)
@@ -94,6 +100,8 @@ class GenerationWorker:
             self._model = ModelFolder(self._folder, self._client, self._patience)
             self._model.bring_model(self._run)
             self._turns = open_turns(self._config, self._run, self._model.path)
+            if self._run.agent is not None:
+                self._journal = self._turns.responder.journal = self._open_journal()
             threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
             while not self._take(*self._first_version()):
                 pass  # the run has just gone back to an earlier checkpoint
@@ -132,6 +140,11 @@ class GenerationWorker:
         self._engine.close()
         if self._turns is not None:
             self._turns.close()
+
+    def _open_journal(self) -> PoolJournal:
+        from grpo.workers.pool_journal import PoolJournal  # needs torch, which not every engine brings
+
+        return PoolJournal(self._run, self.name, self._client, self._patience, self._fail)
 
     def _first_version(self) -> tuple[int, str]:
         """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
@@ -303,7 +316,7 @@ class GenerationWorker:
         drawn = None
         try:
             if not self.stop.is_set() and self._engine_error is None:
-                drawn = self._proved(self._engine.draw(self._model.with_pictures(task)))
+                drawn = self._proved(self._draw_task(task))
         except BaseException as error:
             self._fail(error)
         if drawn is None:
@@ -316,6 +329,15 @@ class GenerationWorker:
         with self._changed:
             self._drawing -= 1
             self._changed.notify_all()
+
+    def _draw_task(self, task: Task) -> GroupResult:
+        if self._journal is None:
+            return self._engine.draw(self._model.with_pictures(task))
+        self._journal.open(task, self._version.sha256)
+        try:
+            return self._engine.draw(task)
+        finally:
+            self._journal.close(task)
 
     def _proved(self, drawn: GroupResult) -> GroupResult | None:
         """Return the group once the engine has proved its weights; None if it fails to."""

@@ -76,5 +76,7 @@ def draw_group(agent: Agent, example: Example, run: RunInfo, task: Task, draw_se
         names=[(seed, task.group, copy) for copy in range(run.num_generations)],
     )
     drawer = RequestDrawer(draw_segment)
-    [rollouts] = draw_episodes(agent, order, drawer, longest=run.max_completion_length, version=task.version)
+    [rollouts] = draw_episodes(
+        agent, order, drawer, longest=run.max_completion_length, version=task.version, journal=agent.journal
+    )
     return rollouts

@@ -271,6 +271,43 @@ def test_what_replaced_weights_drew_is_not_wanted(begun, is_dropped, starts_agai
     assert begun.send(*map(drawn, TASKS[:2]), name="old") == ["accepted"] * 2
 
 
+def test_a_journal_is_of_a_task_without_completions_and_of_the_weights_that_draw_it(begun):
+    """The third task's version is not there yet."""
+    weights, lines = begun.weights[0], (b'{"ids": [1]}\n', '{"text": "é"}\n'.encode())
+
+    def asked(task: Task, weights: str = weights) -> dict:
+        return {"group": task.group, "attempt": task.attempt, "weights": weights}
+
+    def add(line: bytes, task: Task, **changes) -> bool:
+        answer = begun.post("journal", line, **asked(task, **changes), worker="w")
+        return json.loads(answer.body)["wanted"]
+
+    def read(task: Task, **changes) -> bytes:
+        return begun.get("journal", **asked(task, **changes)).body
+
+    assert all(add(line, TASKS[0]) for line in lines) and add(lines[1], TASKS[1])
+    assert not any(add(lines[0], task) for task in (TASKS[2], replace(TASKS[0], attempt=1), replace(TASKS[0], group=9)))
+    assert not add(lines[0], TASKS[0], weights="f" * 64) and read(TASKS[0], weights="f" * 64) == b""
+    begun.service.close()
+    begun.start()
+    assert read(TASKS[0]) == b"".join(lines) and read(TASKS[1]) == lines[1] and read(TASKS[2]) == b""
+    assert begun.send(drawn(TASKS[0])) == ["accepted"]
+    assert not add(lines[0], TASKS[0]) and read(TASKS[0]) == b"" and read(TASKS[1]) == lines[1]
+    wrong = replace(drawn(TASKS[1]), logprobs=[[0.5] * 2, [0.5] * 4])
+    assert begun.results(wrong).status == 422 and read(TASKS[1]) == b""  # the next worker would be refused for it too
+    assert add(lines[0], TASKS[1])
+    begun.put_version(0, salt=100)
+    assert read(TASKS[1]) == b"" and not add(lines[0], TASKS[1])
+    for line, changes in ((b'{"ids"', {}), (b"", {}), (lines[0], {"weights": "x"}), (lines[0], {"group": "-1"})):
+        assert begun.post("journal", line, **asked(TASKS[1]) | {"worker": "w"} | changes).refusal[:2] == (
+            400,
+            "malformed",
+        )
+    begun.service.leases.refused("w", [], "so")
+    begun.service.leases.refused("w", [], "so")
+    assert begun.post("journal", lines[0], **asked(TASKS[1]), worker="w").refusal[:2] == (403, "set_apart")
+
+
 def test_a_result_names_the_weights_that_drew_it(begun):
     status, code, message = begun.post("results", encode_drawn([drawn(TASKS[0])]), worker="w").refusal
     assert (status, code) == (400, "malformed") and "has no weights as JSON: update the worker" in message
@@ -310,7 +347,7 @@ def test_a_file_is_sent_whole_or_in_parts(begun):
 
 
 def test_what_no_client_sends_is_refused_before_it_is_read(begun):
-    for path in ("run", "files", "versions", "needed", "tasks", "groups", "lease", "results"):
+    for path in ("run", "files", "versions", "needed", "tasks", "groups", "lease", "results", "journal"):
         answer = begun.post(path, b"{}", headers={"Content-Type": "text/plain"}, sha256="0" * 64, size=2, offset=0)
         assert answer.refusal[:2] == (415, "unsupported_media_type"), path
     too_large = 413, "request_entity_too_large", "the body is larger than 4 MiB"

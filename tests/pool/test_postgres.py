@@ -113,7 +113,7 @@ def test_a_database_that_cannot_be_used_is_refused_in_a_sentence(postgres, tmp_p
     )
     with psycopg.connect(config.pool_url, autocommit=True) as connection:
         connection.execute("UPDATE pool_schema SET version = 99")
-    assert "it has schema 99, and this program reads 4: use the release that made it" in refusal(config.pool_url)
+    assert "it has schema 99, and this program reads 5: use the release that made it" in refusal(config.pool_url)
 
 
 def test_a_database_that_is_away_or_only_read_for_a_while_ends_no_pool(postgres, config, caplog):

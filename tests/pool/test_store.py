@@ -359,7 +359,7 @@ def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
         Recording(path)
     with closing(sqlite3.connect(path)) as older:
         older.execute("PRAGMA user_version = 1")
-    check("has schema 1, and this program reads 4: use the release that made it, or name another file")
+    check("has schema 1, and this program reads 5: use the release that made it, or name another file")
 
 
 def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):

@@ -5,22 +5,25 @@ import random
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import callers
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, run_python, running_server
-from pools import Worker, draw_by_workers
+from pools import Worker, draw_by_workers, drawn
 from processes import left_of, processes_below, ranks_of
 from recorded import write_rows
 from safetensors.torch import load_file
 from servers import wait_until
 from trainer_runs import finish, lines, options, start, timeless, training, went_on
+
+from grpo.pool.task_tensors import decode_drawn
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +142,14 @@ def test_a_program_is_trained_with_its_branches_and_failures_are_counted(shop, r
         told = [message for message in record["messages"] if message["role"] == "tool"]
         assert len(told) <= len(calls) and all(message["content"] == "7" for message in told)
     assert any(record["reward"] > 0 for record in of_training)
+
+
+def in_pools_journal(folder) -> dict[tuple, list[int]]:
+    """Read the drawn ids by episode and request that a pool keeps of tasks without completions."""
+    with closing(sqlite3.connect(folder / "run.sqlite")) as file:
+        bodies = file.execute("SELECT lines FROM journal").fetchall()
+    records = [json.loads(line) for (body,) in bodies for line in body.splitlines()]
+    return {(*record["episode"], record["request"]): record["ids"] for record in records if "ids" in record}
 
 
 @pytest.fixture
@@ -298,19 +309,28 @@ def test_256_episodes_wait_at_once_and_hold_no_row(shop, run, tmp_path):
     assert row["completions/mean_turns"] == 2 and len([*marks.iterdir()]) == 256
 
 
-def test_workers_draw_the_episodes_and_one_may_be_killed(shop, run, tmp_path):
-    """A second one has no agent, says so, and ends."""
+def test_workers_draw_the_episodes_and_one_that_is_killed_leaves_its_answers_to_the_next(shop, run, tmp_path):
+    """A worker that has no agent says so, and ends."""
     shared = {"max_steps": 2, "eval_steps": 0, "save_steps": 0, "importance_sampling_mode": "none"}
     mine = "--agent", f"{shop}/agent.py:solve"
     finish(1, run("own", **shared))
+    left: dict[tuple, list[int]] = {}
 
     def kill_worker(worker: Worker) -> None:
         below = processes_below(worker.process)
+        wait_until(lambda: len(in_pools_journal(tmp_path)) > 5, 120, worker.process)
         worker.end()
         assert not left_of(below)
+        left.update(in_pools_journal(tmp_path))
 
     written = draw_by_workers(lambda url: run("drawn", sampler="pool", pool=url, **shared), tmp_path, mine, kill_worker)
     assert "agent=None: that of run drawn is solve: name its program" in written
+    [found] = re.findall(r"goes on with (\d+) lines of the pool's journal", (tmp_path / "b.log").read_text())
+    assert int(found) >= len(left) > 5 and not in_pools_journal(tmp_path)
+    completions = {(group, attempt): decode_drawn(body)[0].completions for group, attempt, *_, body in drawn(tmp_path)}
+    for (seed, group, number, _), ids in left.items():
+        [completion] = [completions[key][number] for key in completions if key == (group, seed >> 32)]
+        assert f"{ids}"[1:-1] in f"{completion}"
     rows, own_rows = timeless(run.of("drawn")), timeless(run.of("own"))
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4 and rows[1]["agent/branches"] > 1.5
     assert rows[0]["agent/failures/LookupError"] == own_rows[0]["agent/failures/LookupError"] == 4

@@ -1,0 +1,90 @@
+"""The journal of a worker (grpo/agents/journal.py), which the pool keeps: whoever draws a task after a worker was lost
+gets what that one drew."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from grpo.agents.journal import DAMAGED, Journal
+from grpo.pool.client import PoolClient, Retrier
+from grpo.pool.protocol import RunInfo, Task
+from grpo.sampling.sampler import Name
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A line on its way to the pool."""
+
+    task: tuple[int, int]  # its key
+    weights: str
+    line: bytes
+    hand_over: Callable[[], None]
+
+
+class PoolJournal(Journal):
+    """What was drawn for a worker's tasks. A thread sends it, all that is there at a time: the engine draws
+    meanwhile."""
+
+    def __init__(
+        self, run: RunInfo, worker: str, client: PoolClient, patience: Retrier, fail: Callable[[BaseException], None]
+    ):
+        """`fail` is told why the pool did not take something."""
+        super().__init__()
+        self._run, self._worker, self._client, self._patience, self._fail = run, worker, client, patience, fail
+        self._weights: dict[tuple[int, int], str] = {}  # that draw a task, by its key
+        self._parts: queue.SimpleQueue[_Part] = queue.SimpleQueue()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    def begin(self, version: int, sum_weights: Callable[[], str]) -> None:
+        """Do nothing: a worker opens the journal of each task."""
+
+    def open(self, task: Task, weights: str) -> None:
+        """Get what these weights, named by their SHA-256, have drawn for a task. Raises what a Retrier raises."""
+        self._weights[task.key] = weights
+        lines = self._patience(lambda: self._client.journal(task.key, weights)).splitlines()
+        for line in lines:
+            try:
+                self._read(line)
+            except DAMAGED:
+                log.warning("the pool has a damaged line of the journal of group %d: it is drawn again", task.group)
+        if lines:
+            log.info("group %d goes on with %d lines of the pool's journal", task.group, len(lines))
+
+    def close(self, task: Task) -> None:
+        """Forget a task that is drawn."""
+        del self._weights[task.key]
+        for number in range(self._run.num_generations):
+            name = self._run.seed + (task.attempt << 32), task.group, number
+            self._requests.pop(name, None)
+            self._rollouts.pop(name, None)
+
+    def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
+        seed, group, _ = episode
+        task = group, (seed - self._run.seed) >> 32
+        self._parts.put(_Part(task=task, weights=self._weights[task], line=line, hand_over=hand_over))
+        self._sender.submit(self._send)
+
+    def _send(self) -> None:
+        """Send all lines that wait."""
+        parts: dict[tuple[tuple[int, int], str], list[_Part]] = {}
+        with suppress(queue.Empty):
+            while True:
+                part = self._parts.get_nowait()
+                parts.setdefault((part.task, part.weights), []).append(part)
+        try:
+            for (task, weights), of_task in parts.items():
+                lines = b"".join(part.line for part in of_task)
+                self._patience(partial(self._client.add_to_journal, self._worker, task, weights, lines))
+                for part in of_task:
+                    with suppress(InvalidStateError):  # the engine has failed meanwhile
+                        part.hand_over()
+        except Exception as error:
+            self._fail(error)
