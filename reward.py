@@ -105,8 +105,8 @@ last_number_reward.is_verdict = True
 
 
 def text_of(text_or_messages: str | list[dict[str, str]]) -> str:
-    """Return a text unchanged, and the last content of a list of messages."""
-    return text_or_messages if isinstance(text_or_messages, str) else text_or_messages[-1]["content"]
+    """Return a text unchanged, and the last content of a list of messages; of a message of calls alone ""."""
+    return text_or_messages if isinstance(text_or_messages, str) else text_or_messages[-1]["content"] or ""
 
 
 def check_golds(answer: list) -> None:

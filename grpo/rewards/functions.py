@@ -274,8 +274,9 @@ def _explain_types(error: BaseException, batch: RewardBatch) -> str:
     if is_text and re.search(r"string indices must|'str' object has no attribute '(get|items|keys|values)'", words):
         return ": completions are text here, not messages, because the dataset's prompts are text"
     if not is_text and re.search(r"\blist\b", words):
-        text = "completion[0]['content']"
-        return f": completions are lists of messages here, because the dataset's prompts are: the text is {text}"
+        text = "completion[-1]['content']"
+        reason = "the dataset's prompts are, or an agent's episode"
+        return f": completions are lists of messages here, as {reason}: the text is {text}"
     if isinstance(gold, Mapping) and re.search(r"\b(dict|gold answer)\b", words):
         example = f"dataset_answer_column COLUMN.{next(iter(gold))}"
         return f": the gold answer is a dict of {', '.join(gold)}: name the one to compare with, as in {example}"

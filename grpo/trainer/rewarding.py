@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,19 @@ def score_rollouts(
     compute_rewards.
 
     As in TRL, a prompt that is a list of messages in the dataset, and its completion, are given as lists of messages. A
-    prompt that is text is given as the model reads it, its chat template applied, and its completion as text.
-    `prompt_texts` is that text of both kinds, which TRL lacks. Reward models are given the whole conversation.
+    prompt that is text is given as the model reads it, its chat template applied, and its completion as text. Of an
+    agent's episode the list of its messages is given. `prompt_texts` is the text of prompts of both kinds, which TRL
+    lacks. Reward models are given the whole conversation.
     """
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     columns["completion_ids"] = [rollout.completion_ids for rollout in rollouts]
     columns["prompt_texts"] = [example.prompt for example in examples]
     pairs = [*zip(examples, rollouts, strict=True)]
     prompts = [example.conversation or example.prompt for example in examples]
-    completions = [_messages(rollout) if example.conversation else rollout.text for example, rollout in pairs]
+    completions = [
+        _messages(rollout) if example.conversation or rollout.branches is not None else rollout.text
+        for example, rollout in pairs
+    ]
     conversations = [_converse(example, rollout) for example, rollout in pairs]
     with user_code(*key):
         return compute_rewards(
@@ -79,10 +84,9 @@ def try_rewards(
         text=text,
         sampling_logprobs=[],
         policy_version=0,
+        branches=[] if config.agent else None,
     )
-    empty = Rollout(
-        completion_ids=[tokenizer.eos_token_id], finished=True, text="", sampling_logprobs=[], policy_version=0
-    )
+    empty = replace(answer, completion_ids=[tokenizer.eos_token_id], text="")
     for reward in rewards.values():
         if isinstance(reward, str) and "://" not in reward:
             try_template(config, reward, _converse(example, answer))
@@ -107,7 +111,7 @@ def _converse(example: Example, rollout: Rollout) -> list[Message]:
     """Return the prompt's chat with the completion, in messages of role and content alone, as reward servers take them.
     If the prompt ends with the begin of an assistant's message, the completion is its rest."""
     answered = [{"role": message["role"], "content": _content(message)} for message in _messages(rollout)]
-    chat = example.messages
+    chat = [] if rollout.branches is not None else example.messages
     if chat and chat[-1]["role"] == "assistant":
         whole = chat[-1] | {"content": chat[-1]["content"] + answered[0]["content"]}
         return [*chat[:-1], whole, *answered[1:]]

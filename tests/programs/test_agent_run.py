@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 import callers
 import psutil
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, run_python, running_server
-from pools import Worker, draw_by_workers, drawn
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python, running_server
+from pools import Worker, draw_by_workers, drawn, running_pool
 from processes import left_of, processes_below, ranks_of
 from recorded import write_rows
 from safetensors.torch import load_file
@@ -252,7 +252,7 @@ def test_after_twenty_kills_no_episode_is_missing_or_there_twice(run, slow):
             while what != "rank" and sum(kills.values()) < 20:
                 time.sleep(rng.uniform(0.2, 2.5))
                 what = rng.choice(["rank", "host", "program", "program"])
-                kills[what] += kill(process, what, rng)
+                kills[what] += kill(ranks_of(process), what, rng)
             if what == "rank":
                 assert process.wait(60) != 0
         now = [journal_of(folder, version) for version in versions]
@@ -271,10 +271,57 @@ def test_after_twenty_kills_no_episode_is_missing_or_there_twice(run, slow):
     assert len(records) == len({json.dumps(record["tree"]) + record["prompt"] for record in records}) > 0
 
 
-def kill(trainer, what: str, rng: random.Random) -> bool:
-    """Kill a rank, or a process that forks programs, or one of these; tell whether there was one."""
+@pytest.mark.rare
+def test_what_a_pool_has_for_programs_survives_twenty_kills(run, slow, tmp_path):
+    """Of pool, trainer, workers and their programs; each but a program is started again at once."""
+    agent, marks = slow
+    rng, port, steps = random.Random(3), free_port(), 12
+    url = f"http://127.0.0.1:{port}"
+    changes = {"sampler": "pool", "pool": url, "max_steps": steps, "eval_steps": 0, "importance_sampling_mode": "none"}
+    words, mine = run("pooled", agent=agent, **changes), ("--agent", agent)
+    kills: Counter[str] = Counter()
+    kept: dict[tuple, list[int]] = {}
+    with ExitStack() as running:
+
+        def begin(what: str) -> subprocess.Popen:
+            if what == "pool":
+                return running.enter_context(running_pool(tmp_path, port=port)).process
+            process = start(*words) if what == "trainer" else Worker(url, tmp_path, what, *mine).process
+            running.callback(process.wait)  # after its kill
+            running.callback(process.kill)
+            return process
+
+        processes = {what: begin(what) for what in ("pool", "trainer", "worker a", "worker b")}
+        while kills.total() < 20:
+            time.sleep(rng.uniform(1, 5))
+            assert processes["trainer"].poll() is None, processes["trainer"].communicate()
+            what = rng.choice(["pool", "trainer", "worker a", "worker b", "program"])
+            if what == "program":
+                workers = [process.pid for name, process in processes.items() if name.startswith("worker")]
+                kills[what] += kill(workers, what, rng)
+                continue
+            processes[what].kill()
+            processes[what].wait()
+            kills[what] += 1
+            kept |= in_pools_journal(tmp_path)
+            processes[what] = begin(what)
+        output, _ = processes["trainer"].communicate(timeout=300)
+        assert processes["trainer"].returncode == 0, output
+        assert not in_pools_journal(tmp_path)
+    assert min(kills[what] for what in processes) >= 2 and len(kept) > 100
+    wait_until(lambda: not left_of([int(mark.name) for mark in marks.iterdir()]))
+    assert [row["step"] for row in timeless(run.of("pooled"))] == [*range(1, steps + 1)]
+    completions = {group: decode_drawn(body)[0].completions for group, *_, body in drawn(tmp_path)}
+    assert [*completions] == [*range(8 * steps)]
+    for (_, group, number, _), ids in kept.items():  # what was drawn before a kill is what is trained on
+        assert f"{ids}"[1:-1] in f"{completions[group][number]}"
+
+
+def kill(drawing: list[int], what: str, rng: random.Random) -> bool:
+    """Kill one of these processes, as a rank, or a process of theirs that forks programs, or a program; tell whether
+    there was one."""
     with suppress(psutil.Error):  # some end meanwhile
-        ranks = [psutil.Process(pid) for pid in ranks_of(trainer)]
+        ranks = [psutil.Process(pid) for pid in drawing]
         below = [process for rank in ranks for process in rank.children(recursive=True)]
         below = [process for process in below if any("host.py" in word for word in process.cmdline())]
         guards = [process for process in below if process.parent() in ranks]
@@ -407,3 +454,46 @@ def test_what_cannot_run_is_refused_at_the_start(shop, run, changes, words):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert words in output.splitlines()[-1]
+
+
+HARMS = """
+import asyncio, subprocess, time
+
+
+async def solve(task, client):
+    \"\"\"Give no reward. Every fourth question is harmed by its own program.\"\"\"
+    messages = [{"role": "user", "content": task["question"]}]
+    create = client.with_options(max_retries=0).chat.completions.create
+    harm = int(task["question"].split(":")[0]) % 8
+    if harm == 1:  # as many requests as it can
+        await asyncio.gather(*(create(model="policy", messages=messages, seed=seed) for seed in range(500)))
+    if harm == 3:  # 10 MB
+        await create(model="policy", messages=[{"role": "user", "content": "x" * 10_000_000}])
+    if harm == 5:  # processes that stay
+        for _ in range(20):
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
+    if harm == 7:  # the keys of others
+        other = client.with_options(api_key=client.api_key[:-1] + "x", max_retries=0)
+        await other.chat.completions.create(model="policy", messages=messages)
+    answer = await create(model="policy", messages=messages)
+
+
+def judge(completions, **kwargs):
+    return [float(len(messages[-1]["content"]) % 2) for messages in completions]
+"""
+
+
+def test_what_a_program_does_harms_no_other(shop, run, tmp_path):
+    """An adapter is trained by reward functions alone, as the program gives no verdict."""
+    (tmp_path / "harms.py").write_text(HARMS)
+    words = {"agent": f"{tmp_path}/harms.py:solve", "reward_funcs": f"{tmp_path}/harms.py:judge", "max_turns": 5}
+    finish(1, run("harmed", **words, max_steps=1, eval_steps=0, max_completion_length=8, use_peft=None))
+    [row] = timeless(run.of("harmed"))
+    failed = {name.rpartition("/")[2]: count for name, count in row.items() if name.startswith("agent/failures/")}
+    # The server may close the connection of a body that is too large before the client has sent it.
+    too_large = failed.pop("APIStatusError", 0) + failed.pop("APIConnectionError", 0)
+    assert failed == {"max_turns": 4, "AuthenticationError": 4} and too_large == 4
+    records = [record for record in lines(run.of("harmed", "completions.jsonl")) if record["phase"] == "train"]
+    whole = [record for record in records if int(record["prompt"].split(":")[0].split()[-1]) % 8 not in (1, 3, 7)]
+    assert whole and all(record["rewards/judge"] in (0, 1) and record["rewards/solve"] is None for record in whole)
+    assert any(record["advantage"] for record in whole) and row["grad_norm"] > 0

@@ -374,7 +374,8 @@ OF_MESSAGES = [[{"role": "assistant", "content": "a"}]] * 2
 OF_TEXT = ["ab", "b"]
 TEXT = "completions are text here, not messages, because the dataset's prompts are text"
 LISTS = (
-    "completions are lists of messages here, because the dataset's prompts are: the text is completion[0]['content']"
+    "completions are lists of messages here, as the dataset's prompts are, or an agent's episode: "
+    "the text is completion[-1]['content']"
 )
 DICTS = (
     "the gold answer is a dict of ground_truth, style: name the one to compare with, as in dataset_answer_column "
