@@ -1,9 +1,11 @@
-"""Loads the rows of a dataset: a file, a folder of files, or a dataset of the hub."""
+"""Loads the rows of a dataset: a file, a folder of files, a dataset of the hub, or the tasks of an environment."""
 
 import glob
 import json
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from grpo.config.errors import ConfigError, one_line
-from grpo.config.sampling_settings import AnsweringConfig, is_adapted
-from grpo.data.adapted import read_tasks
+from grpo.config.fields import PACKAGE
+from grpo.config.sampling_settings import VERIFIERS, AnsweringConfig, is_adapted
 from grpo.model.hub import can_ask_hub
 
 TRL_COLUMN = "prompt"  # what TRL's datasets call the prompt: taken if there is no column of the default name
@@ -42,7 +44,7 @@ def _load_split(config: AnsweringConfig, split: str):
 
     if is_adapted(config.dataset_name):
         _check_one_split(config, split, "environment", "")
-        return datasets.Dataset.from_list(read_tasks(config))
+        return datasets.Dataset.from_list(_read_tasks(config))
     name, files = config.dataset_name, _files(config, split)
     part = split.removeprefix(_without_part(split))
     config.check(
@@ -67,6 +69,29 @@ def _load_split(config: AnsweringConfig, split: str):
     # `datasets` raises StopIteration for an empty file, RuntimeError for a script and for JSON that is too deep.
     except (OSError, ValueError, StopIteration, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _cannot_load(config, split, error) from error
+
+
+def _read_tasks(config: AnsweringConfig) -> list[dict[str, str]]:
+    """Return a row of each task of an environment of another package: "prompt", for people, and "task", which the
+    program gets. The interpreter that has the package prints them. Raises ConfigError if the environment cannot be
+    opened, or the run has another one: its code is the user's to name."""
+    name = config.dataset_name
+    is_played = config.agent == name
+    config.check(is_played, dataset_name=f"its tasks are played by their environment: add --environment {name}")
+    python = config.agent_python or sys.executable
+    command = [python, str(PACKAGE / "agents/adapters/verifiers_episodes.py"), name.removeprefix(VERIFIERS)]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"agent_python={python!r}: it cannot be started ({error.strerror}): name another") from None
+    if printed.returncode:
+        reason = f"{python} cannot open it ({one_line(printed.stderr.strip().rpartition(chr(10))[2])})"
+        remedy = "install verifiers and the package there, or name their interpreter as agent_python"
+        raise ConfigError(f"environment={name!r}: {reason}: {remedy}")
+    rows = [json.loads(line) for line in printed.stdout.splitlines() if line.startswith("{")]
+    if not rows:
+        raise ConfigError(f"environment={name!r}: it has no tasks: correct its settings, or take another")
+    return rows
 
 
 def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
