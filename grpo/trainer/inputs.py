@@ -15,9 +15,8 @@ from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import load_function
-from grpo.data.adaptive import AdaptiveStream
 from grpo.data.mixture import weights_of
-from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
+from grpo.data.prompts import AdaptiveStream, PromptStream, check_reward_columns, load_examples, order_of
 from grpo.data.records import Example
 from grpo.model.answering import read_answering
 from grpo.model.load import check_lengths, load_end_ids, load_settings, load_tokenizer

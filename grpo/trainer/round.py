@@ -19,8 +19,7 @@ from grpo.algorithm.advantages import advantages, groups_with_signal, most_varie
 from grpo.algorithm.loss import kl_divergence
 from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig
-from grpo.data.adaptive import AdaptiveStream
-from grpo.data.prompts import PromptStream
+from grpo.data.prompts import AdaptiveStream, PromptStream
 from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.model.lora import LocalReference
 from grpo.model.packing import Batcher, Ids

@@ -20,10 +20,9 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.programs import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.adaptive import AdaptiveStream
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import gold_answer
-from grpo.data.prompts import PromptStream, check_reward_columns, load_examples, order_of
+from grpo.data.prompts import AdaptiveStream, PromptStream, check_reward_columns, load_examples, order_of
 from grpo.data.records import Rollout
 from grpo.evaluate import _split
 from grpo.rewards.functions import TrainerState
