@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError, one_line
-from grpo.config.instead import INSTEAD
-from grpo.config.other_names import Rule, Settings
+from grpo.config.other_names import INSTEAD, Rule, Settings
 from grpo.config.python_script import Unknown
 
 _TOLD_IF_OFF = {"filter_overlong_prompts", "val_before_train"}  # the hints of all others are for what is on

@@ -13,8 +13,8 @@ from grpo.config.command_line import load_yaml
 from grpo.config.connection_settings import ReferenceConfig, read_urls
 from grpo.config.errors import rank_count, require
 from grpo.config.fields import Section, option
-from grpo.config.instead import INSTEAD
 from grpo.config.loss_settings import LossSection, RewardedConfig
+from grpo.config.other_names import INSTEAD
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
 from grpo.config.user_code import check_file
 
