@@ -1,5 +1,7 @@
 """`grpo init`: the starting point is accepted and runs; other trainers' settings become ours, the rest is listed."""
 
+import sys
+
 import pytest
 import torch
 from conftest import REPOSITORY, run_python
@@ -8,6 +10,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import LaunchConfig
+from grpo.init import main
 
 EASYR1 = """
 data:
@@ -157,18 +160,32 @@ def grpo(folder, *words):
     return run_python("-m", "grpo", *words, folder=folder, environment={"PYTHONPATH": str(REPOSITORY)})
 
 
+@pytest.fixture
+def init(tmp_path, monkeypatch):
+    """`init(*words)`: what the command does in an empty folder, in this process; its exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["grpo init", *words])
+        try:
+            return main()
+        except SystemExit as ended:
+            return ended.code
+
+    return run
+
+
 def accepted(folder, monkeypatch) -> LaunchConfig:
     monkeypatch.chdir(folder)
     return parse_arguments(LaunchConfig, "", ["--config", "config.yaml"])
 
 
 @pytest.mark.parametrize("file", TRANSLATED)
-def test_other_trainers_settings_become_ours_and_the_rest_is_listed(file, tmp_path, monkeypatch):
+def test_other_trainers_settings_become_ours_and_the_rest_is_listed(file, init, tmp_path, monkeypatch):
     name, text, expected, left = TRANSLATED[file]
     trainer = file.removesuffix("'s YAML")
     (tmp_path / name).write_text(text)
-    done = grpo(tmp_path, "init", "mine", "--from", trainer, name)
-    assert done.returncode == 0, done.stderr
+    assert init("mine", "--from", trainer, name) == 0
     written = (tmp_path / "mine/config.yaml").read_text()
     listed = written.partition("# Without a counterpart here:\n")[2]
     assert all(f"#   {each}" in listed for each in left)
@@ -177,16 +194,15 @@ def test_other_trainers_settings_become_ours_and_the_rest_is_listed(file, tmp_pa
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_the_starting_point_is_accepted_and_nothing_is_overwritten(tmp_path, monkeypatch):
-    done = grpo(tmp_path, "init")
-    assert done.returncode == 0 and "next:  cd . && grpo launch --config config.yaml --dry_run" in done.stdout
+def test_the_starting_point_is_accepted_and_nothing_is_overwritten(init, tmp_path, monkeypatch, capsys):
+    assert init() == 0 and "next:  cd . && grpo launch --config config.yaml --dry_run" in capsys.readouterr().out
     assert [len(lines(tmp_path / f"data/{split}.jsonl")) for split in ("train", "test")] == [64, 16]
     config = accepted(tmp_path, monkeypatch)
     assert config.reward_funcs == ["rewards.py:right_number", "rewards.py:brevity"] and not config.starts_server
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     (tmp_path / "config.yaml").unlink()
-    again = grpo(tmp_path, "init")
-    assert again.returncode == 2 and "it has rewards.py, data/train.jsonl, data/test.jsonl already" in again.stderr
+    assert init() == 2
+    assert "it has rewards.py, data/train.jsonl, data/test.jsonl already" in capsys.readouterr().err
     assert not (tmp_path / "config.yaml").exists()
     assert all(path.read_bytes() == before[path] for path in tmp_path.rglob("*.*"))
 
@@ -200,11 +216,11 @@ def test_the_starting_point_is_accepted_and_nothing_is_overwritten(tmp_path, mon
         (["verl", "empty.sh"], "from='empty.sh': it has no setting of verl: name another file"),
     ],
 )
-def test_a_file_that_cannot_be_translated_is_refused_before_anything_is_written(words, message, tmp_path):
+def test_a_file_that_cannot_be_translated_is_refused_before_anything_is_written(words, message, init, tmp_path, capsys):
     (tmp_path / "broken.py").write_text("def (")
     (tmp_path / "empty.sh").write_text("echo hello\n")
-    done = grpo(tmp_path, "init", "mine", "--from", *words)
-    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "mine").exists()
+    assert init("mine", "--from", *words) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "mine").exists()
 
 
 QUICK_START = """

@@ -13,7 +13,7 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY, run_python
 from processes import is_alive, processes_below
 from servers import wait_until
-from trainer_runs import check_alike, check_weights, lines, options, wait_for_steps
+from trainer_runs import check_alike, check_weights, finish, lines, options, wait_for_steps
 
 from grpo.clusters.plan import FailureCount, Share, share_of
 from grpo.config.console import free_port
@@ -252,14 +252,11 @@ def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl
 def test_workers_draw_what_the_trainer_would_though_one_and_their_pool_are_killed(
     model_folder, data_folder, letters, tmp_path
 ):
-    changes = {"nproc_per_node": 1, "max_steps": 12, "eval_steps": 0, "beta": 0, "report_to": "none", "save_steps": 5}
-    changes |= {"port": free_port(), "importance_sampling_mode": "none"}
-
-    def start_run(name: str, **more) -> tuple[Path, subprocess.Popen]:
-        run = tmp_path / name
-        return run, begin([*options(model_folder, data_folder, run, **changes, **more), *letters])
-
-    run, process = start_run("drawn", workers=2)
+    run, alone = tmp_path / "drawn", tmp_path / "alone"
+    changes = {"max_steps": 9, "eval_steps": 0, "beta": 0, "report_to": "none", "save_steps": 5}
+    changes |= {"importance_sampling_mode": "none"}
+    launched = {"nproc_per_node": 1, "workers": 2, "port": free_port()}
+    process = begin([*options(model_folder, data_folder, run, **changes, **launched), *letters])
     try:
         for program, steps in (("generate.py", 2), ("--task rollouts", 5)):
             wait_for_steps(process, run, steps)
@@ -273,9 +270,7 @@ def test_workers_draw_what_the_trainer_would_though_one_and_their_pool_are_kille
     assert re.search(r"worker \d ended with code -9 and starts again", output), output
     assert "the pool ended with code -9 and starts again" in output
     assert not any(map(is_alive, started))
-    alone, process = start_run("alone")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    finish(1, [*options(model_folder, data_folder, alone, **changes), *letters])
     assert (run / "completions.jsonl").read_text() == (alone / "completions.jsonl").read_text()
     check_weights(run / "model", alone / "model")
 
@@ -296,15 +291,14 @@ def test_grpo_stop_ends_a_run_for_good_and_resumed_it_has_the_bits_of_an_undistu
     model_folder, data_folder, tmp_path
 ):
     """Also where one rank never sees the file."""
-    changes = {"nproc_per_node": 2, "beta": 0, "eval_steps": 0, "report_to": "none"}
-    changes |= {"reward_funcs": f"{tmp_path}/mine.py:blind"}
+    changes = {"beta": 0, "eval_steps": 0, "report_to": "none", "reward_funcs": f"{tmp_path}/mine.py:blind"}
     (tmp_path / "mine.py").write_text(BLIND)
 
-    def train(name: str, steps: int, **more) -> subprocess.Popen:
-        return begin(options(model_folder, data_folder, tmp_path / name, max_steps=steps, **changes, **more))
+    def words(name: str, steps: int, **more) -> list[str]:
+        return options(model_folder, data_folder, tmp_path / name, max_steps=steps, **changes, **more)
 
     run = tmp_path / "run"
-    process = train("run", 10**6)
+    process = begin(words("run", 10**6, nproc_per_node=2))
     try:
         wait_for_steps(process, run, 2)
         started = programs_of(run)
@@ -319,13 +313,11 @@ def test_grpo_stop_ends_a_run_for_good_and_resumed_it_has_the_bits_of_an_undistu
     assert "Traceback" not in output and "error" not in output and not any(map(is_alive, started))
     assert not (run / f"checkpoint-{done}/stop").exists() and not (run / "model").exists()
 
-    again = train("run", done + 2, resume_from_checkpoint="last")
+    again = begin(words("run", done + 2, nproc_per_node=2, resume_from_checkpoint="last"))
     output, _ = again.communicate(timeout=120)
     assert again.returncode == 0 and f"goes on after step {done}" in output, output
     assert not (run / "stop").exists()
-    straight = train("straight", done + 2)
-    assert straight.wait(timeout=240) == 0, straight.communicate()
-    straight.communicate()
+    finish(2, words("straight", done + 2))
     check_alike(run, tmp_path / "straight")
 
 
@@ -346,27 +338,29 @@ def test_out_of_memory_a_run_goes_on_with_half_and_ends_with_the_bits_of_one_tha
 ):
     """A loss that fails above so many tokens stands in for the card."""
     loss = tmp_path / "mine.py"
-    changes = {"nproc_per_node": 1, "eval_steps": 0, "beta": 0, "report_to": "none", "loss_type": f"{loss}:tight"}
+    changes = {"eval_steps": 0, "beta": 0, "report_to": "none", "loss_type": f"{loss}:tight"}
 
-    def train(name: str, budget: int) -> tuple[int, str]:
-        words = options(model_folder, data_folder, tmp_path / name, **changes, micro_batch_tokens=budget)
-        process = begin(words)
+    def words(name: str, budget: int, **more) -> list[str]:
+        return options(model_folder, data_folder, tmp_path / name, micro_batch_tokens=budget, **changes, **more)
+
+    def launched(name: str) -> tuple[int, str]:
+        process = begin(words(name, 1200, nproc_per_node=1))
         output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
     loss.write_text(TIGHT.format(most=300))
-    code, output = train("lowered", 1200)
+    code, output = launched("lowered")
     assert code == 0, output
     told = re.findall(r"the run goes on with (\w+=\d+) instead of (\d+)", output)
     assert told == [("micro_batch_tokens=600", "1200"), ("micro_batch_tokens=300", "600")], output
-    assert train("small", 300)[0] == 0
+    finish(1, words("small", 300))
     whole, small = (lines(tmp_path / name / "metrics.jsonl") for name in ("lowered", "small"))
     assert [row["loss"] for row in whole] == [row["loss"] for row in small] and len(whole) == 3
     weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("lowered", "small")]
     assert weights[0] == weights[1]
 
     loss.write_text(TIGHT.format(most=60))
-    code, output = train("never", 1200)
+    code, output = launched("never")
     assert code == 1 and output.count("the run goes on with") == 2 and "lower micro_batch_tokens=300" in output
 
 

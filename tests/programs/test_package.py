@@ -67,7 +67,12 @@ def test_the_installed_command_trains_and_evaluates_away_from_the_repository(ins
 def test_every_command_has_help_and_calls_itself_by_its_name(installed, command):
     grpo = installed.parent / "venv/bin/grpo"
     assert run(grpo, command, "--help", folder=installed).startswith(f"usage: grpo {command} ")
-    words = [grpo, command, "--no_such_option"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["launch", "status"])  # one with a configuration, one without
+def test_a_command_refuses_an_option_by_its_name(installed, command):
+    words = [installed.parent / "venv/bin/grpo", command, "--no_such_option"]
     wrong = subprocess.run(words, cwd=installed, env=ELSEWHERE, capture_output=True, text=True)
     error = next(line for line in wrong.stderr.splitlines() if not line.startswith("usage: "))
     assert wrong.returncode == 2 and error.startswith(f"grpo {command}: error: ")

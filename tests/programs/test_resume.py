@@ -263,9 +263,9 @@ def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_
 @pytest.mark.parametrize("machine_shuts_down", [False, True])
 def test_a_reference_that_is_lost_costs_no_step(machine_shuts_down, resumable, undisturbed, tmp_path):
     """The machine ends the server as well as the trainer, which does not wait for it until it is killed."""
-    run = tmp_path / "run"
+    run, hasty = tmp_path / "run", altered("set_values", "grpo.client.balancer:AFTER_STOP=1")
     with resumable(ref_deadline=300 if machine_shuts_down else 3) as (words, server):
-        with training(2, words) as process:
+        with training(2, words, *hasty) as process:
             reach(process, run, 3)
             server.end(signal.SIGKILL)
             if machine_shuts_down:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from altered_trainer import altered
 from conftest import run_python, running_server
 from proxy import accidents, proxy
 from trainer_runs import lines, reach, timeless, training, went_on
@@ -114,8 +115,8 @@ def test_one_of_two_servers_killed_for_good_changes_nothing(model_folder, words,
 def test_grpo_stop_ends_a_wait_for_a_lost_server_and_the_run_goes_on_with_another(
     model_folder, words, steady, undisturbed, tmp_path
 ):
-    run = tmp_path / "run"
-    with deterministic(model_folder, tmp_path) as server, training(2, words(run, server.url)) as process:
+    run, hasty = tmp_path / "run", altered("set_values", "grpo.client.balancer:AFTER_STOP=1")
+    with deterministic(model_folder, tmp_path) as server, training(2, words(run, server.url), *hasty) as process:
         reach(process, run, 5)
         server.end(signal.SIGKILL)
         time.sleep(1)
