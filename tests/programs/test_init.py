@@ -156,10 +156,6 @@ TRANSLATED = {
 }
 
 
-def grpo(folder, *words):
-    return run_python("-m", "grpo", *words, folder=folder, environment={"PYTHONPATH": str(REPOSITORY)})
-
-
 @pytest.fixture
 def init(tmp_path, monkeypatch):
     """`init(*words)`: what the command does in an empty folder, in this process; its exit code."""
@@ -244,7 +240,7 @@ def judge(folder, model_folder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("user", ["Burkov", "simple_GRPO", "TRL", "EasyR1"])
-def test_the_settings_of_four_users_train(user, tmp_path, model_folder, data_folder, server):
+def test_the_settings_of_four_users_train(user, init, tmp_path, model_folder, data_folder, server):
     """As their files have them, but for model, data, lengths and prompts a step."""
     expected, data = ["correctness_reward"], data_folder
     words = [f"--model_name_or_path={model_folder}", f"--ref_servers={server.url}", f"--output_dir={tmp_path / 'run'}"]
@@ -257,7 +253,7 @@ def test_the_settings_of_four_users_train(user, tmp_path, model_folder, data_fol
     else:
         (tmp_path / "theirs").write_text(QUICK_START if user == "TRL" else EASYR1)
         theirs = (tmp_path / "theirs").rename(tmp_path / ("theirs.py" if user == "TRL" else "theirs.yaml"))
-        assert grpo(tmp_path, "init", "mine", "--from", user.lower(), theirs).returncode == 0
+        assert init("mine", "--from", user.lower(), str(theirs)) == 0
         file = tmp_path / "mine/config.yaml"
     if user == "TRL":
         judge(tmp_path / "judge", model_folder)
@@ -275,10 +271,11 @@ def test_the_settings_of_four_users_train(user, tmp_path, model_folder, data_fol
 
 @pytest.mark.slow
 def test_the_starting_point_trains(tmp_path, model_folder):
-    assert grpo(tmp_path, "init").returncode == 0
+    here = {"folder": tmp_path, "environment": {"PYTHONPATH": str(REPOSITORY)}}
+    run_python("-m", "grpo", "init", check=True, **here)
     words = ["--config", "config.yaml", "--output_dir", "run", "--model_name_or_path", model_folder, "--max_steps=2"]
     words += ["--eval_steps=2", "--max_prompt_length=200", "--max_completion_length=8"]
-    done = grpo(tmp_path, "launch", *words)
+    done = run_python("-m", "grpo.launch", *words, **here)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = lines(tmp_path / "run/metrics.jsonl")
     assert rows[-1]["step"] == 2 and "rewards/brevity/mean" in rows[-1] and "eval_accuracy" in rows[-1]
