@@ -223,8 +223,8 @@ DATA=(
 python3 -m verl.trainer.main_ppo "${DATA[@]}" \
     algorithm.adv_estimator=grpo \
     data.max_response_length=$max_response_length \
-    actor_rollout_ref.model.path=Qwen/Qwen3-8B \
-    actor_rollout_ref.actor.optim.lr=${rate} \
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.model.lora_rank=32 \
+    actor_rollout_ref.actor.optim.lr=${rate} trainer.total_training_steps=null \
     actor_rollout_ref.actor.ppo_mini_batch_size=128 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${max_tokens} \
     actor_rollout_ref.actor.fsdp_config.param_offload=${offload} \
@@ -286,7 +286,7 @@ ACCELERATE_LOG_LEVEL=info accelerate launch --config_file recipes/zero3.yaml --n
 """
 TRL_SCRIPT = '''
 import torch
-from trl import GRPOConfig, GRPOTrainer
+import trl
 SYSTEM_PROMPT = """
 Respond with <answer>.
 """
@@ -297,10 +297,11 @@ settings = dict(beta=0.04, num_iterations=2)
 def length(completions, **kwargs):
     return [0.0 for _ in completions]
 
-training_args = GRPOConfig(
+training_args = trl.GRPOConfig(
     "out",
     learning_rate=5e-6,
     max_completion_length=1024 - prompt_tokens,
+    use_vllm=True, sync_ref_model=False, scale_rewards=False, chat_template_kwargs={"enable_thinking": False},
     bf16=True,
     save_strategy="epoch",
     num_generations=args.n,
@@ -308,11 +309,20 @@ training_args = GRPOConfig(
 )
 training_args.temperature = 0.9
 rewards = [length, "org/judge"]
-peft_config = LoraConfig(r=16, lora_alpha=64, lora_dropout=0.05, task_type="CAUSAL_LM")
+peft_config = LoraConfig(r=16, lora_alpha=64, lora_dropout=0.05, task_type="CAUSAL_LM", target_modules=("q_proj",))
 model = AutoModelForCausalLM.from_pretrained("org/model", torch_dtype=torch.bfloat16, device_map=None)
 sampling = SamplingParams(temperature=0.1, max_tokens=99)
-trainer = GRPOTrainer(model, rewards, training_args, train_dataset=dataset, peft_config=peft_config)
+trainer = trl.GRPOTrainer(model, rewards, training_args, train_dataset=dataset, peft_config=peft_config)
 '''
+TRL_YAML = """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+use_peft: true
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+warmup_ratio: 0.05
+save_strategy: no
+shuffle_dataset: true
+"""
 QUICK_START = """
 dataset = load_dataset("org/set", split="train[:99]")
 trainer = GRPOTrainer(
@@ -362,6 +372,18 @@ OF_UNSLOTH = (
         *("vllm_sampling_params: sampling", "use_gradient_checkpointing: unsloth (use gradient_checkpointing)"),
     ],
 )
+SIMPLE_GRPO = """
+model_path = "/data/Qwen2.5-7B"
+beta = 0.04
+all_steps = 1000
+num_pre_Q = 8
+train_batch_size = 8
+gen_update_steps = 16
+ds_config = {"gradient_accumulation_steps": 4, "optimizer": {"params": {"lr": 1e-6}}, "zero_optimization": {"stage": 2}}
+def gen_worker():
+    first = SamplingParams(n=num_pre_Q, temperature=0.9, max_tokens=700)
+    second = SamplingParams(temperature=0, max_tokens=1)
+"""
 # The files of a user, the first of which is translated; what must be written (None: not), and listed.
 FILES = {
     "EasyR1's script with its YAML": (
@@ -414,7 +436,8 @@ FILES = {
             **{"dataset_order": "as_is", "chat_template_kwargs": {"enable_thinking": False}},
             **{"steps_per_generation": None, "eval_steps": None, "save_steps": None, "num_train_epochs": None},
             **{"loss_type": "dapo", "epsilon_high": 0.2, "reward_funcs": ["rewards.py:my_score"], "max_steps": None},
-            **{"dataset_answer_column": "reward_model.ground_truth", "prompts_per_step": 128},
+            **{"dataset_answer_column": "reward_model.ground_truth", "prompts_per_step": 128, "delta": 3.0},
+            **{"use_peft": True, "lora_r": 32, "lora_alpha": 16, "warmup_steps": 0},
         },
         [
             *("trainer.save_freq: ${SAVE_OF_NOBODY} (only the script knows", "trainer.total_epochs: $epochs (only the"),
@@ -485,9 +508,12 @@ FILES = {
             **{"max_completion_length": 768, "beta": 0.04, "num_iterations": 2, "temperature": 0.9, "lora_r": 16},
             **{"lora_alpha": 64, "model_name_or_path": "org/model", "dtype": "bfloat16", "prompts_per_step": None},
             **{"reward_funcs": ["rewards.py:length", "org/judge"], "output_dir": "out", "num_generations": None},
-            **{"save_steps": None},
+            **{"save_steps": None, "eval_steps": 0, "warmup_steps": 0, "dataset_answer_column": ""},
+            **{"scale_rewards": "none", "lora_target_modules": ["q_proj"]},
+            **{"chat_template_kwargs": {"enable_thinking": False}},
         },
         [
+            *("use_vllm: True (use sampler pool", "sync_ref_model: False\n"),
             *("num_generations: args.n (only the script knows", "train_dataset: dataset (use dataset_name)"),
             *("lora_dropout: 0.05 (leave it out", "task_type: CAUSAL_LM\n", "save_strategy: epoch (use save_steps"),
         ],
@@ -500,6 +526,24 @@ FILES = {
             **{"num_train_epochs": 3.0, "loss_type": "dapo", "save_steps": 500},
         },
         ["callbacks: [LogThis()]\n"],
+    ),
+    "YAML for TRL's script": (
+        *("trl", {"trl.yaml": TRL_YAML}),
+        {
+            **{"lora_r": None, "lora_alpha": None, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 0.05},
+            **{"save_steps": 0, "save_total_limit": 0, "dataset_order": "shuffled", "prompts_per_step": 1},
+            **{"num_train_epochs": 3.0, "dataset_prompt_column": "prompt"},
+        },
+        [],
+    ),
+    "simple_GRPO's script": (
+        *("simple_grpo", {"grpo_vllm_one.py": SIMPLE_GRPO}),
+        {
+            **{"model_name_or_path": "/data/Qwen2.5-7B", "max_steps": 250, "prompts_per_step": 4, "temperature": 0.9},
+            **{"steps_per_generation": 4, "warmup_steps": 0},
+            **{"max_completion_length": 700, "learning_rate": 1e-6, "beta": 0.04},
+        },
+        [],
     ),
     "unsloth's cells": ("trl", {"grpo.py": UNSLOTH}, *OF_UNSLOTH),
     "unsloth's notebook": ("trl", {"grpo.ipynb": NOTEBOOK}, *OF_UNSLOTH),
@@ -527,7 +571,7 @@ def test_files_of_users_are_translated_and_accepted(name, folder):
     written, listed = translated(trainer, save(folder, files))
     assert {each: written.get(each) for each in expected} == expected
     assert [each for each in left if f"#   {each}" not in listed] == []
-    assert "hf_secret" not in listed
+    assert not [each for each in ("hf_secret", "stage", "shuffle_dataset") if each in listed]
     save(folder, starting_files([trainer, next(iter(files))]))
     parse_arguments(LaunchConfig, "", ["--config", "config.yaml"])
 
