@@ -84,8 +84,8 @@ def test_ranks_on_the_cpu_see_no_cards_whatever_the_launcher_names(monkeypatch):
 @pytest.mark.slow
 def test_a_card_that_torch_cannot_use_is_refused_and_not_replaced_by_the_cpu(model_folder, tmp_path):
     """No machine has so many cards."""
-    environment = {"CUDA_VISIBLE_DEVICES": "9999", "DS_ACCELERATOR": ""}
-    with running_server(model_folder, tmp_path, environment=environment, awaited=False) as server:
+    code, environment = "import os; del os.environ['DS_ACCELERATOR']", {"CUDA_VISIBLE_DEVICES": "9999"}
+    with running_server(model_folder, tmp_path, code=code, environment=environment, awaited=False) as server:
         assert server.process.wait(60) == 2
     (line,) = [line for line in server.log.read_text().splitlines() if "error: " in line]
     assert line.startswith(f"ref_server.py: error: torch={torch.__version__}: it can use no card (")
