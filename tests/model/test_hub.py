@@ -48,8 +48,14 @@ def cache_gsm8k(home: Path) -> None:
 
 
 SCRIPT = """
-import json
+import json, sys
 import torch
+import grpo_ref_split
+loaded = sorted({"peft", "bitsandbytes", "trl"} & sys.modules.keys())
+try:
+    import bitsandbytes
+except ImportError:
+    pass
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import load_examples
@@ -57,11 +63,14 @@ from grpo.model.load import load_reference, load_tokenizer
 
 reference, config = load_reference(ServerConfig(), torch.device("cpu")), TrainerConfig()
 train, test = (load_examples(config, split, load_tokenizer(config)) for split in ("train", "test"))
-print(json.dumps([reference.config.name_or_path, len(train), len(test), train[0].prompt]))
+print(json.dumps([loaded, reference.config.name_or_path, len(train), len(test), train[0].prompt]))
 """
 
 
-def test_the_defaults_of_both_programs_are_found(hub):
-    name, train, test, prompt = json.loads(run_python("-c", SCRIPT, environment=hub, check=True).stdout)
+def test_the_defaults_of_both_programs_are_found_and_no_library_is_loaded_that_is_not_used(hub):
+    ended = run_python("-c", SCRIPT, environment=hub, check=True)
+    loaded, name, train, test, prompt = json.loads(ended.stdout.splitlines()[-1])
     assert (name, train, test) == ("Qwen/Qwen2.5-1.5B-Instruct", 80, 8)
     assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant.")
+    assert loaded == []
+    assert "gemm_4bit" not in ended.stderr  # bitsandbytes' warning where the processor has AVX512-BF16

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_python
 from rounding import FORMULA, assert_rounded
 from torch import nn
 from trainer_runs import equal, finish, timeless, training, weights
@@ -198,15 +197,6 @@ def test_with_moments_in_8_bits_a_run_goes_on_as_if_nothing_was(setting, tmp_pat
     finish(2, [*words(again), "--resume_from_checkpoint", "last"])
     assert timeless(again) == timeless(run)
     assert equal(weights(again / "model"), weights(run / "model"))
-
-
-@pytest.mark.slow
-def test_a_rank_loads_no_library_that_it_does_not_use_and_bitsandbytes_without_a_word():
-    pytest.importorskip("bitsandbytes")
-    script = "import sys, grpo_ref_split; print(sorted({'peft', 'bitsandbytes', 'trl'} & sys.modules.keys()))"
-    ended = run_python("-c", f"{script}; import bitsandbytes", check=True)
-    assert ended.stdout.splitlines()[-1] == "[]"
-    assert "gemm_4bit" not in ended.stderr  # a warning where the processor has AVX512-BF16
 
 
 def test_what_the_machine_or_its_disk_cannot_hold_is_refused_before_the_first_step(monkeypatch, tmp_path):
