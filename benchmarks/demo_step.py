@@ -23,8 +23,10 @@ import os
 import statistics
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,14 +66,16 @@ def settings(folder: Path, seed: int) -> TrainerConfig:
 
 def run_ours(folder: Path, seed: int) -> Run:
     train(folder, seed)
-    steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()][1:]
-    config = settings(folder, seed)
+    seconds, tokens = of_metrics(folder, settings(folder, seed))
+    return Run(seconds, tokens, accuracy(folder, seed, folder / "run/model"))
+
+
+def of_metrics(folder: Path, config: TrainerConfig) -> tuple[list[float], list[float]]:
+    """Return the seconds and the completion tokens of each step of our run in a demo's folder."""
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] > 0]
     sequences = config.prompts_per_step * config.num_generations
-    return Run(
-        [step["step_time"] for step in steps],
-        [step["completions/mean_length"] * sequences for step in steps],
-        accuracy(folder, seed, folder / "run/model"),
-    )
+    return [step["step_time"] for step in steps], [step["completions/mean_length"] * sequences for step in steps]
 
 
 def run_theirs(folder: Path, seed: int, processes: int) -> Run:
@@ -144,26 +148,34 @@ def main() -> None:
 
     os.environ |= places()
     logging.disable(logging.WARNING)
+    sides = {OURS: run_ours} | {side: partial(run_theirs, processes=count) for side, count in PROCESSES.items()}
     with redirect_stdout(sys.stderr):
-        runs, before = measure(arguments.folder, arguments.seeds)
+        for seed in arguments.seeds:
+            prepare(arguments.folder / f"seed{seed}", seed)
+        runs, before = measure(arguments.folder, arguments.seeds, sides, accuracy)
     config = settings(arguments.folder / f"seed{arguments.seeds[0]}", arguments.seeds[0])
     print(machine())
     report(runs, before, config.prompts_per_step * config.num_generations)
 
 
-def measure(root: Path, seeds: list[int]) -> tuple[dict[int, dict[str, Run]], dict[int, float]]:
-    """Every side's run for each seed, and each seed's accuracy before training."""
+def measure(
+    root: Path,
+    seeds: list[int],
+    sides: dict[str, Callable[[Path, int], Run]],
+    accuracy: Callable[[Path, int, Path], float],
+) -> tuple[dict[int, dict[str, Run]], dict[int, float]]:
+    """Return every side's run for each seed, in turns, and each seed's accuracy before training. Sides and accuracy
+    are given a seed's folder and the seed, accuracy the model's folder too."""
     runs: dict[int, dict[str, Run]] = {}
     before: dict[int, float] = {}
     for turn, seed in enumerate(seeds):
         folder = root / f"seed{seed}"
-        prepare(folder, seed)
         before[seed] = accuracy(folder, seed, folder / "model")
-        order = [OURS, TWO, ONE]
+        order = [*sides]
         runs[seed] = {}
-        for side in order[turn % 3 :] + order[: turn % 3]:
+        for side in order[turn % len(order) :] + order[: turn % len(order)]:
             print(f"seed {seed}: {side}", file=sys.stderr)
-            runs[seed][side] = run_ours(folder, seed) if side == OURS else run_theirs(folder, seed, PROCESSES[side])
+            runs[seed][side] = sides[side](folder, seed)
             print(f"seed {seed}: {side}: {runs[seed][side].ms:.0f} ms a step", file=sys.stderr)
         (folder / "measured.json").write_text(json.dumps({side: asdict(run) for side, run in runs[seed].items()}))
     return runs, before

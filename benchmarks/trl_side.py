@@ -61,15 +61,31 @@ def start(module: str, output: Path, processes: int, words: list[object]) -> dic
     return json.loads((output / "measured.json").read_text())
 
 
+def written_prompts(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+    """Return the rows of a demo's dataset whose prompts are text. Exits where TRL would make other ids of them."""
+    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=False)
+    if tokenizer([example.prompt for example in examples])["input_ids"] != [example.prompt_ids for example in examples]:
+        sys.exit("TRL would not see the same prompts")
+    return [{"prompt": example.prompt, "answer": example.gold} for example in examples]
+
+
 def train(
     config: TrainerConfig,
     reward_funcs: list[Callable],
     output: Path,
     evaluates: bool = False,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    rows: list[dict] | None = None,
+    environment_factory: Callable | None = None,
+    before: Callable | None = None,
+    **more: object,
 ) -> None:
     """Train as `config` says, in one process of TRL's side; write the model and measured.json to `output`.
 
-    Where it `evaluates`, it does so before the first step and after each `eval_steps`; that time does not count.
+    Where it `evaluates`, it does so before the first step and after each `eval_steps`; that time does not count. `rows`
+    are those of the dataset, if not `written_prompts`; `more` are GRPOConfig's; `before` is given the trainer before it
+    trains.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -77,10 +93,7 @@ def train(
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     sequences = config.prompts_per_step * config.num_generations
-    tokenizer = load_tokenizer(config)
-    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=False)
-    if tokenizer([example.prompt for example in examples])["input_ids"] != [example.prompt_ids for example in examples]:
-        sys.exit("TRL would not see the same prompts")
+    tokenizer = tokenizer or load_tokenizer(config)
     measured: dict[str, list] = {"seconds": [], "tokens": [], "reward": [], "kl": [], "evaluations": []}
 
     class Clock(TrainerCallback):
@@ -144,11 +157,15 @@ def train(
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
+            **more,
         ),
-        train_dataset=Dataset.from_list([{"prompt": example.prompt, "answer": example.gold} for example in examples]),
+        train_dataset=Dataset.from_list(rows or written_prompts(config, tokenizer)),
         processing_class=tokenizer,
         callbacks=[Clock()],
+        environment_factory=environment_factory,
     )
+    if before is not None:
+        before(trainer)
     trainer.train()
     if trainer.accelerator.is_main_process:
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(output / "model")
