@@ -2,7 +2,8 @@
 
 Ours is `grpo launch` with two ranks and the server, whose agent is demo/shop_agent.py. TRL's GRPOTrainer has an
 environment with the same two tools as methods, and a reward function that compares as the agent does; it runs as
-demo_step.py runs it, with its own reference model. Seconds are those of demo_step.py, too.
+demo_step.py runs it, with its own reference model, in two processes (`--processes 1 2`: and in one). Seconds are those
+of demo_step.py, too.
 
 Both sides first play held-out problems greedily with the model before training, and must come to the same ids, the same
 mask of what was drawn, and the same rewards. What differs then:
@@ -176,7 +177,7 @@ def check_sides(folder: Path, seed: int) -> None:
     print(f"both sides play {len(ours)} problems alike", file=sys.stderr)
 
 
-def part_step(root: Path, seeds: list[int], steps: int) -> None:
+def part_step(root: Path, seeds: list[int], steps: int, processes: list[int]) -> None:
     os.environ |= places()
     folders = {seed: root / f"seed{seed}" for seed in seeds}
     with redirect_stdout(sys.stderr):
@@ -184,7 +185,9 @@ def part_step(root: Path, seeds: list[int], steps: int) -> None:
             prepare(folder, seed, AGENT)
         check_sides(folders[seeds[0]], seeds[0])
         sides: dict[str, Callable[[Path, int], Run]] = {OURS: partial(run_ours, steps=steps)}
-        sides |= {side: partial(run_theirs, steps=steps, processes=count) for side, count in PROCESSES.items()}
+        for side, count in PROCESSES.items():
+            if count in processes:
+                sides[side] = partial(run_theirs, steps=steps, processes=count)
         runs, before = measure(root, seeds, sides, accuracy)
     config = settings(folders[seeds[0]], seeds[0])
     report(runs, before, config.prompts_per_step * config.num_generations)

@@ -1,6 +1,6 @@
 """Programs that ask the policy by the OpenAI API: a request, many episodes, and a training step beside TRL's.
 
-    python -m benchmarks.agents                       everything, about 15 minutes on two cores
+    python -m benchmarks.agents                       everything, perhaps 15 minutes on two cores
     python -m benchmarks.agents --part request        a request through the gateway beside the same draw in process
     python -m benchmarks.agents --part episodes       episodes a second with 1, 16 and 256 programs, and their memory
     python -m benchmarks.agents --part step           a step of `make demo-agent` beside TRL: benchmarks/agent_step.py
@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="rounds of episodes")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of model, data and training")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--processes", type=int, nargs="+", choices=[1, 2], default=[2], help="of TRL's sides")
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/agents"), help="for what steps make")
     parser.add_argument("--worker", type=Path, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--split", default="train", help=argparse.SUPPRESS)
@@ -286,7 +287,7 @@ def main() -> None:
     if arguments.part in ("episodes", "all"):
         part_episodes(arguments.at_a_time, arguments.tools, arguments.repeats)
     if arguments.part in ("step", "all"):
-        agent_step.part_step(arguments.folder, arguments.seeds, arguments.steps)
+        agent_step.part_step(arguments.folder, arguments.seeds, arguments.steps, arguments.processes)
 
 
 if __name__ == "__main__":
