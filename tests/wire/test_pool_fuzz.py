@@ -36,7 +36,7 @@ CODES = {
     413: {"too_many_tasks", "too_many_groups"},
     422: {"wrong_completions"},
 }
-TASKS = [Task(group=group, attempt=0, version=0, prompt_ids=[7, group]) for group in range(40)]
+TASKS = [Task(group=group, attempt=0, version=0, prompt_ids=[7, group % 40]) for group in range(120)]
 DELTA = weights(7, 100)
 ODD = [None, True, False, -1, 0, 1, 3, 1.5, -0.5, float("nan"), float("inf"), 2**31, 2**63, 10**400, "", "x", "\ud800"]
 ODD += ["0" * 64, "é" * 128, "x" * 129, "\x00", [], {}, [[]], [[0, 0]], [[0]], [[0, 0], None], [["0", 0]], {"a": 1}]
