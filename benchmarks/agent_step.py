@@ -2,8 +2,9 @@
 
 Ours is `grpo launch` with two ranks and the server, whose agent is demo/shop_agent.py. TRL's GRPOTrainer has an
 environment with the same two tools as methods, and a reward function that compares as the agent does; it runs as
-demo_step.py runs it, with its own reference model, in two processes (`--processes 1 2`: and in one). Seconds are those
-of demo_step.py, too.
+demo_step.py runs it, with its own reference model, in two processes (`--processes 1 2`: and in one). A third side is
+`make demo-tools`: our trainer itself calls the tools, as TRL does, and the same model learns the same. Seconds are
+those of demo_step.py, too.
 
 Both sides first play held-out problems greedily with the model before training, and must come to the same ids, the same
 mask of what was drawn, and the same rewards. What differs then:
@@ -32,9 +33,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks import trl_side
-from benchmarks.demo_step import OURS, PROCESSES, Run, measure, of_metrics, report
+from benchmarks.demo_step import OURS, PROCESSES, WITH_TOOLS, Run, measure, of_metrics, report
 from demo import shop
-from demo.__main__ import AGENT, places, prepare, train
+from demo.__main__ import AGENT, TOOLS, places, prepare, train
 from demo.shop_agent import look_up
 from grpo.agents.episodes import AgentSampler
 from grpo.agents.start import start_turns
@@ -99,6 +100,17 @@ def run_ours(folder: Path, seed: int, steps: int) -> Run:
     train(folder, seed, "--eval_steps", "0", "--max_steps", str(steps), demo=AGENT)
     seconds, tokens = of_metrics(folder, settings(folder, seed))
     return Run(seconds, tokens, accuracy(folder, seed, folder / "run/model"))
+
+
+def run_tools(folder: Path, seed: int, steps: int) -> Run:
+    inner = folder / "tools"
+    inner.mkdir(exist_ok=True)
+    for name in ("model", "data"):
+        if not (inner / name).exists():
+            (inner / name).symlink_to((folder / name).absolute())
+    train(inner, seed, "--eval_steps", "0", "--max_steps", str(steps), demo=TOOLS)
+    seconds, tokens = of_metrics(inner, settings(folder, seed))
+    return Run(seconds, tokens, accuracy(folder, seed, inner / "run/model"))
 
 
 def run_theirs(folder: Path, seed: int, steps: int, processes: int) -> Run:
@@ -184,7 +196,10 @@ def part_step(root: Path, seeds: list[int], steps: int, processes: list[int]) ->
         for seed, folder in folders.items():
             prepare(folder, seed, AGENT)
         check_sides(folders[seeds[0]], seeds[0])
-        sides: dict[str, Callable[[Path, int], Run]] = {OURS: partial(run_ours, steps=steps)}
+        sides: dict[str, Callable[[Path, int], Run]] = {
+            OURS: partial(run_ours, steps=steps),
+            WITH_TOOLS: partial(run_tools, steps=steps),
+        }
         for side, count in PROCESSES.items():
             if count in processes:
                 sides[side] = partial(run_theirs, steps=steps, processes=count)
