@@ -69,7 +69,7 @@ class Agent:
             history=config.agent_history,
         )
         self.gateway: Gateway | None = None
-        self.journal: Journal | None = None  # of what is trained on
+        self.journal: Journal | None = None  # of episodes that are trained on
         self._failures: Counter[str] = Counter()
 
     def describe(self) -> RunAgent:

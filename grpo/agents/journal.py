@@ -43,7 +43,7 @@ DAMAGED = ValueError, TypeError, KeyError, RecursionError  # raised for a line t
 
 
 class Journal(ABC):
-    """What was drawn for episodes, in memory and where it survives."""
+    """The drawn answers and the ended episodes of programs, in memory and where they survive."""
 
     def __init__(self) -> None:
         self._requests: dict[Name, dict[str, Drawn]] = {}
@@ -51,14 +51,14 @@ class Journal(ABC):
 
     @abstractmethod
     def begin(self, version: int, sum_weights: Callable[[], str]) -> None:
-        """Be ready for what the policy draws after `version` updates. Raises OSError."""
+        """Be ready for answers of the policy after `version` updates. Raises OSError."""
 
     @abstractmethod
     def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
         """Keep a line, and call `hand_over` afterwards."""
 
     def find(self, episode: Name, request: str) -> Drawn | None:
-        """Return what was drawn for this request; None if nothing was. From any thread."""
+        """Return the tokens drawn for this request; None without any. From any thread."""
         return self._requests.get(episode, {}).get(request)
 
     def find_rollout(self, episode: Name) -> Rollout | None:
@@ -66,7 +66,8 @@ class Journal(ABC):
         return self._rollouts.get(episode)
 
     def add(self, episode: Name, request: str, drawn: Drawn, done: Future[Drawn]) -> None:
-        """Keep what was drawn, and then give it to `done`. Raises OSError, as `end` does. One thread calls both."""
+        """Keep the tokens drawn for a request, and then give them to `done`. Raises OSError, as `end` does. Of a run's
+        journal one thread calls both."""
 
         def hand_over() -> None:
             self._requests.setdefault(episode, {})[request] = drawn
@@ -102,7 +103,7 @@ class RunJournal(Journal):
         self._path: Path | None = None
 
     def begin(self, version: int, sum_weights: Callable[[], str]) -> None:
-        """Open the file of a version, and read what was drawn before."""
+        """Open the file of a version, and read all that was drawn before."""
         if version == self._version:
             return
         part = f"{version}-{fingerprint(sum_weights(), self._run)}"

@@ -111,7 +111,7 @@ class PoolClient:
         return sessions.decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
 
     def add_to_journal(self, worker: str, key: tuple[int, int], weights: str, lines: bytes) -> None:
-        """Let the pool keep lines of a journal, of what these weights have drawn for a task."""
+        """Let the pool keep lines of a task's journal, drawn by these weights."""
         self._ask(wire.JOURNAL_PATH, lines, _journal_query(key, weights) | {"worker": worker})
 
     def journal(self, key: tuple[int, int], weights: str) -> bytes:

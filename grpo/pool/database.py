@@ -42,7 +42,7 @@ CREATE TABLE versions (
     info BLOB,  -- NULL once the version was dropped: what it drew stays
     checksum BLOB NOT NULL
 );
-CREATE TABLE journal (  -- what was drawn for episodes of tasks without completions; each row is a part of a journal
+CREATE TABLE journal (  -- of episodes of tasks without completions; each row is a part
     group_id INTEGER NOT NULL, attempt INTEGER NOT NULL,
     weights TEXT NOT NULL,  -- SHA-256 of those that drew it
     lines BLOB NOT NULL,  -- see grpo/agents/journal.py

@@ -36,8 +36,11 @@ def add_pool_routes(app: App, service: PoolService) -> None:
 
     @app.get(wire.JOURNAL_PATH)
     def journal():
-        service.check_ready()
-        return make_answer(service.store.journal(*_journal_of_query()), 200, wire.CONTENT_TYPE)
+        with service.thread_of(service.work_threads):
+            service.check_ready()
+            lines = service.store.journal(*_journal_of_query())
+        service.numbers.transferred("sent", len(lines))
+        return make_answer(lines, 200, wire.CONTENT_TYPE)
 
     @app.get(wire.FILES_PATH)
     def send_file():

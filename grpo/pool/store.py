@@ -240,7 +240,7 @@ class Store:
         return is_wanted
 
     def drop_journal(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Forget what was drawn for episodes of these tasks."""
+        """Delete the journals of these tasks."""
         with self.database.transaction(SHARED):
             for key in keys:
                 self.database.sql(_DROP_JOURNAL, *key)

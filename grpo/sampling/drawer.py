@@ -43,11 +43,11 @@ class Segment:
     find_end: Callable[[list[int]], int | None] | None = None
     """is told the ids so far, now and then; returns how many of them the segment keeps if it ends with these"""
     keep: Callable[[Drawn, Future[Drawn]], None] | None = None
-    """is told what was drawn before anyone else has it, and gives it to `done` once it is kept"""
+    """is told the tokens before anyone else has them, and gives them to `done` once they are kept"""
     done: Future[Drawn] = field(default_factory=Future)  # who cancels it wants the segment no more
 
     def finish(self, drawn: Drawn) -> None:
-        """Hand over what was drawn."""
+        """Hand over the drawn tokens."""
         if self.keep is None:
             self.done.set_result(drawn)
         else:

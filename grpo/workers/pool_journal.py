@@ -30,8 +30,7 @@ class _Part:
 
 
 class PoolJournal(Journal):
-    """What was drawn for a worker's tasks. A thread sends it, all that is there at a time: the engine draws
-    meanwhile."""
+    """The journal of a worker's tasks. A thread sends all lines that wait at a time: the engine draws meanwhile."""
 
     def __init__(
         self, run: RunInfo, worker: str, client: PoolClient, patience: Retrier, fail: Callable[[BaseException], None]
@@ -56,7 +55,7 @@ class PoolJournal(Journal):
             except DAMAGED:
                 log.warning("the pool has a damaged line of the journal of group %d: it is drawn again", task.group)
         if lines:
-            log.info("group %d goes on with %d lines of the pool's journal", task.group, len(lines))
+            log.info("group %d begins with %d lines of the pool's journal", task.group, len(lines))
 
     def close(self, task: Task) -> None:
         """Forget a task that is drawn."""
@@ -69,8 +68,10 @@ class PoolJournal(Journal):
     def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
         seed, group, _ = episode
         task = group, (seed - self._run.seed) >> 32
-        self._parts.put(_Part(task=task, weights=self._weights[task], line=line, hand_over=hand_over))
-        self._sender.submit(self._send)
+        # A task that is closed is over: a program was killed while its answer was drawn.
+        if (weights := self._weights.get(task)) is not None:
+            self._parts.put(_Part(task=task, weights=weights, line=line, hand_over=hand_over))
+            self._sender.submit(self._send)
 
     def _send(self) -> None:
         """Send all lines that wait."""

@@ -371,7 +371,7 @@ def test_workers_draw_the_episodes_and_one_that_is_killed_leaves_its_answers_to_
 
     written = draw_by_workers(lambda url: run("drawn", sampler="pool", pool=url, **shared), tmp_path, mine, kill_worker)
     assert "agent=None: that of run drawn is solve: name its program" in written
-    [found] = re.findall(r"goes on with (\d+) lines of the pool's journal", (tmp_path / "b.log").read_text())
+    [found] = re.findall(r"begins with (\d+) lines of the pool's journal", (tmp_path / "b.log").read_text())
     assert int(found) >= len(left) > 5 and not in_pools_journal(tmp_path)
     completions = {(group, attempt): decode_drawn(body)[0].completions for group, attempt, *_, body in drawn(tmp_path)}
     for (seed, group, number, _), ids in left.items():
