@@ -217,7 +217,9 @@ class Scripted:
         pass
 
 
-REWARDS = "def by_text(completions, **columns):\n    return [float(messages[-1]['content']) for messages in completions]\n"
+REWARDS = (
+    "def by_text(completions, **columns):\n    return [float(messages[-1]['content']) for messages in completions]\n"
+)
 
 
 def episodes_of(number: int) -> list[Rollout]:
