@@ -38,7 +38,7 @@ class RunInfo:
     num_generations: int  # completions of each group
     max_completion_length: int
     temperature: float
-    seed: int  # a completion's random numbers follow from seed + (attempt << 32), group and its number there
+    seed: int  # a completion's random numbers follow from `seed_of` its task's attempt, group and its number there
     model_files: str
     """SHA-256 of the file (POST files) with the model's folder but for its weights: a safetensors file, one uint8
     tensor for each file, named by its path"""
@@ -51,6 +51,9 @@ class RunInfo:
     turns: RunTools | None = None  # the tools or environment that answer the policy; None for a run without
     agent: RunAgent | None = None  # the agent whose episodes are drawn; None for a run without
     processor: str = ""  # fingerprint of what prepares the model's pictures; empty for a model of text
+
+    def seed_of(self, attempt: int) -> int:
+        return self.seed + (attempt << 32)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

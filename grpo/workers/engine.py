@@ -194,7 +194,7 @@ def draw_in_turns(
     def draw_completion(place: int) -> list:
         """Return the completion's place in each of the group's lists."""
         tokens: list[tuple[int, float, int, bool]] = []  # id, log-prob, version, whether it was drawn
-        dialogue = turns.responder.begin(example, (run.seed + (task.attempt << 32), task.group, place))
+        dialogue = turns.responder.begin(example, (run.seed_of(task.attempt), task.group, place))
         try:
             while not failed.is_set():  # else the group is lost
                 prompt = with_more(task.prompt_ids, [token[0] for token in tokens])

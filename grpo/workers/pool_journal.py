@@ -18,13 +18,14 @@ from grpo.sampling.sampler import Name
 
 log = logging.getLogger(__name__)
 
+Opened = tuple[tuple[int, int], str]  # a task's key, and the SHA-256 of the weights that draw it
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """A line on its way to the pool."""
 
-    task: tuple[int, int]  # its key
-    weights: str
+    opened: Opened
     line: bytes
     hand_over: Callable[[], None]
 
@@ -38,7 +39,7 @@ class PoolJournal(Journal):
         """`fail` is told why the pool did not take something."""
         super().__init__()
         self._run, self._worker, self._client, self._patience, self._fail = run, worker, client, patience, fail
-        self._weights: dict[tuple[int, int], str] = {}  # that draw a task, by its key
+        self._open: dict[tuple[int, int], Opened] = {}  # by seed and group, as its episodes are named
         self._parts: queue.SimpleQueue[_Part] = queue.SimpleQueue()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
@@ -47,7 +48,7 @@ class PoolJournal(Journal):
 
     def open(self, task: Task, weights: str) -> None:
         """Get what these weights, named by their SHA-256, have drawn for a task. Raises what a Retrier raises."""
-        self._weights[task.key] = weights
+        self._open[self._run.seed_of(task.attempt), task.group] = task.key, weights
         lines = self._patience(lambda: self._client.journal(task.key, weights)).splitlines()
         for line in lines:
             try:
@@ -59,31 +60,30 @@ class PoolJournal(Journal):
 
     def close(self, task: Task) -> None:
         """Forget a task that is drawn."""
-        del self._weights[task.key]
+        seed = self._run.seed_of(task.attempt)
+        del self._open[seed, task.group]
         for number in range(self._run.num_generations):
-            name = self._run.seed + (task.attempt << 32), task.group, number
-            self._requests.pop(name, None)
-            self._rollouts.pop(name, None)
+            self._requests.pop((seed, task.group, number), None)
+            self._rollouts.pop((seed, task.group, number), None)
 
     def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
         seed, group, _ = episode
-        task = group, (seed - self._run.seed) >> 32
         # A task that is closed is over: a program was killed while its answer was drawn.
-        if (weights := self._weights.get(task)) is not None:
-            self._parts.put(_Part(task=task, weights=weights, line=line, hand_over=hand_over))
+        if (opened := self._open.get((seed, group))) is not None:
+            self._parts.put(_Part(opened=opened, line=line, hand_over=hand_over))
             self._sender.submit(self._send)
 
     def _send(self) -> None:
         """Send all lines that wait."""
-        parts: dict[tuple[tuple[int, int], str], list[_Part]] = {}
+        parts: dict[Opened, list[_Part]] = {}
         with suppress(queue.Empty):
             while True:
                 part = self._parts.get_nowait()
-                parts.setdefault((part.task, part.weights), []).append(part)
+                parts.setdefault(part.opened, []).append(part)
         try:
-            for (task, weights), of_task in parts.items():
+            for (key, weights), of_task in parts.items():
                 lines = b"".join(part.line for part in of_task)
-                self._patience(partial(self._client.add_to_journal, self._worker, task, weights, lines))
+                self._patience(partial(self._client.add_to_journal, self._worker, key, weights, lines))
                 for part in of_task:
                     with suppress(InvalidStateError):  # the engine has failed meanwhile
                         part.hand_over()

@@ -132,7 +132,7 @@ class TransformersEngine:
             else turns.make_example(task)
             for task in tasks
         ]
-        seed, ids = run.seed + (attempt << 32), [task.group for task in tasks]
+        seed, ids = run.seed_of(attempt), [task.group for task in tasks]
         with _failures():
             sampler.sample(examples, run.num_generations, run.temperature, seed=seed, on_groups=hand_over, ids=ids)
 

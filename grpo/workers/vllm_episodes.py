@@ -68,7 +68,7 @@ class RequestDrawer:
 
 def draw_group(agent: Agent, example: Example, run: RunInfo, task: Task, draw_segment: DrawSegment) -> list[Rollout]:
     """Draw the episodes of a task. Raises what `draw_segment` raises."""
-    seed = run.seed + (task.attempt << 32)
+    seed = run.seed_of(task.attempt)
     order = Order(
         examples=[example],
         copies=run.num_generations,
