@@ -19,7 +19,8 @@ train       ref_server.py and grpo_ref_split.py together on the card: simple_GRP
 bash benchmarks/real.sh runs four more (benchmarks/gpu_real.py): sums, what make demo-real trains; fits, the settings
 for cards of 24 GB with torch held to what such a card has; shapes, five steps of Qwen2.5-1.5B, 3B and 7B; gsm8k, 500
 steps of SmolLM2-135M-Instruct. bash benchmarks/gpu.sh first asks what to know first of a card
-(benchmarks/gpu_first.py): tests, the tests that need one; demo, make demo on it, killed and resumed.
+(benchmarks/gpu_first.py): tests, the tests that need one; demo, make demo on it, killed and resumed; and kernels, the
+kernels of a drawn token and its time, by both passes (benchmarks/kernels.py).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def main() -> None:
     parts = {"packed": packed, "memory": memory, "generate": generate, "ranks": ranks, "train": train_both}
     for part in (gpu_real.sums, gpu_real.fits, gpu_real.shapes, gpu_real.gsm8k):
         parts[part.__name__] = partial(part, build)
-    parts |= {"tests": gpu_first.tests, "demo": gpu_first.demo}
+    parts |= {"tests": gpu_first.tests, "demo": gpu_first.demo, "kernels": gpu_first.kernels}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=parts, required=True)
     parser.add_argument("--seconds", type=float, default=300.0, help="begin nothing new after so many")
@@ -294,9 +295,12 @@ def samplers(model: PreTrainedModel, new: int, rows: int) -> dict[str, LocalSamp
     def make(kind: type[LocalSampler], **options) -> LocalSampler:
         return kind(model, build_tokenizer(seed=0), [model.config.vocab_size], new, rows=rows, **options)
 
-    with_graphs = {"with graphs": make(ContinuousSampler, graphs=StepGraphs)}
+    on_card = {
+        "fused, with graphs": partial(make, ContinuousSampler, graphs=StepGraphs, fused=True),
+        "with graphs": partial(make, ContinuousSampler, graphs=StepGraphs),
+    }
     return {
-        **(with_graphs if CUDA else {}),
+        **{name: made() for name, made in on_card.items() if CUDA},
         "continuous": make(ContinuousSampler),
         "generate": make(LocalSampler),
     }

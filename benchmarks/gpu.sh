@@ -5,7 +5,7 @@
 #   bash benchmarks/gpu.sh                 the tables go to stdout and to a Markdown file, and as JSON beside it
 #   bash benchmarks/gpu.sh --out FILE.md   ... to this file
 #   bash benchmarks/gpu.sh --tiny          tiny shapes, without a GPU too: tries the script out
-#   bash benchmarks/gpu.sh first           a new kind of card: its tests, the demo and a resume, then speed and memory
+#   bash benchmarks/gpu.sh first           a new kind of card: its tests, the demo and a resume, then its kernels, speed, memory
 #
 # PYTHON chooses the interpreter; OUT, if set, the folder of the files; PARTS, if set, the parts and their seconds.
 set -uo pipefail
@@ -15,7 +15,7 @@ tiny=() file="" parts="packed:120 memory:150 generate:70 ranks:40 train:210"
 while [ $# -gt 0 ]; do
     case $1 in
         --tiny) tiny=(--tiny) ;;
-        first) parts="tests:90 demo:200 generate:70 shapes:230" ;;
+        first) parts="tests:90 demo:180 kernels:110 shapes:210" ;;
         --out) file=${2:?--out needs a file}; shift ;;
         *) echo "usage: bash benchmarks/gpu.sh [first] [--tiny] [--out FILE.md]" >&2; exit 2 ;;
     esac

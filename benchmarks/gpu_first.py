@@ -1,4 +1,4 @@
-"""The parts `tests` and `demo` of benchmarks/gpu.py: is all right on this card?"""
+"""The parts `tests`, `demo` and `kernels` of benchmarks/gpu.py: is all right on this card?"""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ def demo(tiny: bool, clock: Clock, tables: Tables) -> None:
                 f"{median:.2f}",
                 f"{len(runs[-1])}" if more else f"{len(runs[-1])}, {equal}",
             )
+
+
+def kernels(tiny: bool, clock: Clock, tables: Tables) -> None:
+    """Count the kernels of a drawn token and time it, by both passes."""
+    from benchmarks import kernels as both  # sets Triton's interpreter on a CPU: for this part alone
+
+    both.counts(tables)
+    both.times(tiny, clock, tables)
 
 
 def numbers(rows: list[dict]) -> list[dict]:

@@ -114,6 +114,7 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
             vision=vision,
             turns=turns,
             cuda_graphs=config.cuda_graphs,
+            fused_kernels=config.fused_kernels,
             continuous=continuous_sampler(config.agent is not None),
         )
 

@@ -44,7 +44,7 @@ PROGRAMS = (
 )
 # The libraries and the interpreter read these when they start: a program that wants others is started plainly.
 READ_ONCE = (
-    *("PYTHON", "LD_", "OMP_", "MKL_", "HF_", "HOME", "XDG_"),
+    *("PYTHON", "LD_", "OMP_", "MKL_", "HF_", "HOME", "XDG_", "TRITON_"),
     *("TRANSFORMERS_", "TORCH", "DS_", "MALLOC_", "GLIBC_", "MPL"),
 )
 ROOM = 16_384  # bytes for a program's arguments, as `ps` shows them

@@ -219,6 +219,9 @@ class GenerationSection(Section):
 
     sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
     cuda_graphs: bool = option(True, "draw by CUDA graphs where the model can", off="draw without: slower, less memory")
+    fused_kernels: bool = option(
+        True, "draw by Triton kernels on a GPU, where the model can", off="draw by torch's own"
+    )
     num_generations_eval: int = option(0, "samples for avg@k and pass@k; 0: greedy alone", common=True, at_least=0)
     eval_temperature: float | None = option(None, "temperature of these samples; unset is temperature", above=0)
 

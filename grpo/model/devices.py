@@ -51,6 +51,11 @@ def wants_card() -> bool:
     return is_users or torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether Triton's kernels run there."""
+    return device.type == "cuda"
+
+
 def take_device(local_rank: int) -> torch.device:
     """Select the card of this rank of the machine, or the CPU if no card is wanted. Raises ConfigError if the card
     cannot be used: falling back to the CPU would silently be many times slower."""

@@ -41,11 +41,30 @@ class Fed(NamedTuple):
     count: int
 
 
+class Step(NamedTuple):
+    """What a pass needs to know of its rows, one token each."""
+
+    shape: Shape
+    cells: Tensor  # int64 [2, rows]: the slot of each row's prompt, and its number among that prompt's rows
+    prompts: Tensor  # int64 [rows]: tokens of its prompt
+    places: Tensor  # int64 [rows]: which of the row's tokens it is
+    rows_of: Tensor  # int64 [slots, copies]: the row in each cell, any row in an empty one
+
+
+class Kept(NamedTuple):
+    """A layer's keys and values: of prompts [slots x kv heads, tokens, d], of rows [rows x kv heads, tokens, d]."""
+
+    prompt_keys: Tensor
+    prompt_values: Tensor
+    own_keys: Tensor
+    own_values: Tensor
+
+
 class SharedCache:
     """Keys and values of up to `rows` rows, and of up to `slots` prompts with up to `copies` rows each."""
 
     def __init__(self, *, rows: int, slots: int, copies: int, longest_prompt: int, longest_completion: int):
-        self._rows, self._slots, self._copies = rows, slots, copies
+        self._rows, self.slots, self._copies = rows, slots, copies
         self._longest_completion = longest_completion
         self.prompt_room = longest_prompt  # tokens of each prompt that there is room for
         self.room = 0  # and of each row
@@ -65,7 +84,7 @@ class SharedCache:
         if layer not in self._prompts:
             self._prompts[layer], self._own[layer] = (
                 tuple(states.new_zeros(count * heads, room, states.shape[3]) for states in (key, value))
-                for count, room in ((self._slots, self.prompt_room), (self._rows, self.room))
+                for count, room in ((self.slots, self.prompt_room), (self._rows, self.room))
             )
         for kept, states in zip(self._prompts[layer], (key, value), strict=True):
             parts = states[0].split(self._lengths, dim=1)
@@ -85,7 +104,7 @@ class SharedCache:
         """Copy the first tokens of the prompt in a slot to other slots."""
         for pair in self._prompts.values():
             for states in pair:
-                by_slot = states.unflatten(0, (self._slots, -1))[:, :, :length]
+                by_slot = states.unflatten(0, (self.slots, -1))[:, :, :length]
                 by_slot[to] = by_slot[slot].clone()
 
     def make_room(self, tokens: int, rows: int) -> bool:
@@ -100,24 +119,25 @@ class SharedCache:
         self._rows = rows
         return True
 
-    def step(self, shape: Shape, *, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:
-        """Prepare the next forward pass, one token for each of the first rows. `cells` [2, rows]: the slot of each
-        row's prompt, and its number among that prompt's rows. `prompts` [rows]: tokens of its prompt. `places` [rows]:
-        which of the row's tokens it is. `rows_of` [slots, copies]: the row in each cell, any row in an empty one."""
+    def step(self, step: Step) -> None:
+        """Prepare the next forward pass, one token for each of the first rows."""
         self.fed = []
-        self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
+        self.now = step
         self._indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._masks: dict[int | None, Tensor] = {}  # by window
-        self._prompt_lengths = prompts
+
+    def of_layer(self, layer: int) -> Kept:
+        """Return what is kept of a layer, in place."""
+        return Kept(*self._prompts[layer], *self._own[layer])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Keep and attend: query [rows, heads, 1, d], key and value [rows, kv heads, 1, d] -> [rows, 1, heads, d]."""
         (rows, heads), (scaling, softcap, window) = key.shape[:2], scoring
-        repeat, slots = query.shape[1] // heads, self._shape.slots * heads
+        repeat, slots = query.shape[1] // heads, self.now.shape.slots * heads
         cells, rows_of, places = self._index(heads)
         for states, new in zip(self._own[layer], (key, value), strict=True):
             states.view(-1, states.shape[2]).index_copy_(0, places, new.reshape(rows * heads, -1))
-        prompt, own = self._shape[2:]
+        prompt, own = self.now.shape[2:]
         prompt_keys, prompt_values = (states[:slots, :prompt] for states in self._prompts[layer])
         keys, values = (states[: rows * heads, :own] for states in self._own[layer])
 
@@ -162,8 +182,8 @@ class SharedCache:
         """Return 0 for each token of the prompt, and then of the row, that the row's token sees, else -inf: float32
         [rows, 1, prompt + own], once for all layers with this window."""
         if window not in self._masks:
-            places, prompts = self._places.unsqueeze(1), self._prompt_lengths.unsqueeze(1)
-            prompt, own = (torch.arange(length, device=places.device) for length in self._shape[2:])
+            places, prompts = self.now.places.unsqueeze(1), self.now.prompts.unsqueeze(1)
+            prompt, own = (torch.arange(length, device=places.device) for length in self.now.shape[2:])
             of_prompt, of_row = prompt < prompts, own <= places
             if window is not None:
                 of_prompt, of_row = of_prompt & (prompt > prompts + places - window), of_row & (own > places - window)
@@ -177,11 +197,12 @@ class SharedCache:
         goes among those kept: int64 [rows x heads], [slots x heads x copies], [rows x heads], once for all layers.
         """
         if heads not in self._indices:
-            (slot, number), head = self._cells.unsqueeze(2), torch.arange(heads, device=self._places.device)
-            row = torch.arange(len(self._places), device=self._places.device).unsqueeze(1)
+            now = self.now
+            (slot, number), head = now.cells.unsqueeze(2), torch.arange(heads, device=now.places.device)
+            row = torch.arange(len(now.places), device=now.places.device).unsqueeze(1)
             cells = (slot * heads + head) * self._copies + number
-            rows_of = self._rows_of.unsqueeze(1) * heads + head.unsqueeze(1)
-            places = (row * heads + head) * self.room + self._places.unsqueeze(1)
+            rows_of = now.rows_of.unsqueeze(1) * heads + head.unsqueeze(1)
+            places = (row * heads + head) * self.room + now.places.unsqueeze(1)
             self._indices[heads] = cells.flatten(), rows_of.flatten(), places.flatten()
         return self._indices[heads]
 

@@ -4,6 +4,7 @@ transformers' own pass treats a token as a text, which takes a small model's ste
 same numbers are computed in the same order, with the same rounding, by three quarters of the kernels.
 """
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +25,18 @@ def is_known(body: nn.Module) -> bool:
     return is_theirs and type(body).__name__ in KNOWN
 
 
+def cannot_fuse(body: nn.Module) -> str:
+    """Return why the kernels of grpo/kernels cannot compute the pass, as part of a sentence; empty if they can."""
+    if not is_known(body):
+        return f"kernels know {', '.join(KNOWN)} alone"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    vectors = {of.weight.dtype for of in body.modules() if hasattr(of, "variance_epsilon")}
+    if vectors != {body.embed_tokens.weight.dtype}:
+        return "its norms have another dtype than its embeddings"
+    return ""
+
+
 class TokenPass:
     """The pass of a model's body whose keys and values are in a cache. It reads the weights in place."""
 
@@ -39,8 +52,7 @@ class TokenPass:
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Compute last hidden states, int64 [rows], int64 [rows] -> [rows, hidden size], as the cache's `step` says."""
         hidden = self._embed(tokens)
-        angles = self._angles(positions) if self._table is None else self._table.index_select(0, positions)
-        cos, sin = angles.unbind(dim=1)
+        cos, sin = self._angles_at(positions).unbind(dim=1)
         for layer in self._layers:
             query, key, value = layer.project(hidden, cos, sin)
             out = self._cache.attend(layer.number, query, key, value, layer.scoring)
@@ -48,6 +60,9 @@ class TokenPass:
             states = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.activation(layer.gate(states)) * layer.up(states))
         return self._norm(hidden)
+
+    def _angles_at(self, positions: Tensor) -> Tensor:
+        return self._angles(positions) if self._table is None else self._table.index_select(0, positions)
 
     def _angles(self, positions: Tensor) -> Tensor:
         """Compute the cosines and sines that turn a head at these positions: int64 [n] -> [n, 2, 1, head size]."""

@@ -35,7 +35,7 @@ LIBRARIES = "torch", "transformers", "deepspeed"
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
     *("micro_batch_tokens", "sequence_parallel_size", "gradient_checkpointing", "tiled_mlp", "activation_offloading"),
-    *("sequences_per_generate", "cuda_graphs"),
+    *("sequences_per_generate", "cuda_graphs", "fused_kernels"),
     *("sampler", "pool", "pool_deadline", "replay"),
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
     *("push_to_hub", "hub_strategy", "hub_model_id", "hub_private_repo", "callback"),

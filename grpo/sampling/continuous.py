@@ -31,12 +31,14 @@ ANSWER_STEPS = 32  # steps of the other rows until a segment's answer is taken i
 class ContinuousSampler(LocalSampler):
     """The sampler that keeps its rows full, for a model whose batches are packed."""
 
-    def __init__(self, *arguments, look_every: int | None = None, graphs: Callable | None = None, **options):
+    def __init__(
+        self, *arguments, look_every: int | None = None, graphs: Callable | None = None, fused=False, **options
+    ):
         """Take the arguments of LocalSampler. Every `look_every` tokens the host asks the device which rows have ended.
         With `graphs`, StepGraphs or a function that makes one for a device, steps have few shapes, which CUDA records.
-        """
+        `fused`: by the kernels of grpo/kernels, which `cannot_fuse` (grpo/model/token_pass.py) allows."""
         super().__init__(*arguments, **options)
-        self._graphs = graphs
+        self._graphs, self._fused = graphs, fused
         on_cpu = self._model.device.type == "cpu"
         self._look_every = look_every or (1 if on_cpu else LOOK_EVERY)
 
@@ -61,6 +63,7 @@ class ContinuousSampler(LocalSampler):
             is_greedy=order.names is None,
             ends=self.eos_token_ids,
             graphs=self._graphs(self._model.device) if self._graphs else None,
+            fused=self._fused,
             vision=self._vision,
             **sizes,
         )

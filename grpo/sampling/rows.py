@@ -7,6 +7,7 @@ free, or wait for the answer to a segment: they keep their tokens. The host know
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from grpo.model.logprobs import Head, body_of, text_at
 from grpo.model.packing import Ids, pack_prompts
 from grpo.model.pictures import Vision
-from grpo.model.shared_cache import Fed, Shape, SharedCache
+from grpo.model.shared_cache import Fed, Shape, SharedCache, Step
 from grpo.model.token_pass import TokenPass, is_known
 from grpo.sampling.draw import draw
 from grpo.wire.picture_files import PicturedPrompt
@@ -97,11 +98,12 @@ class Rows:
         has_scales: bool = False,
         ends: list[int],
         graphs: StepGraphs | None,
+        fused: bool = False,
         vision: Vision | None,
     ):
         """`rows`: completions at a time; `slots`: prompts at a time, of up to `copies` rows each. `longest_prompt`:
         tokens of a prompt that there is room for at first; `longest`: most of a completion. `has_scales`: logits are
-        multiplied by a number of each row's. `ends` end a segment."""
+        multiplied by a number of each row's. `ends` end a segment. `fused`: by the kernels of grpo/kernels."""
         self._model, self._vision, self._graphs = model, vision, graphs
         self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
         self.count, self.slots = rows, slots
@@ -115,9 +117,17 @@ class Rows:
             longest_prompt=longest_prompt,
             longest_completion=longest,
         )
-        self._token_pass = None
-        if is_known(self._body):
-            self._token_pass = TokenPass(self._body, self._cache, longest_prompt + longest)
+        self._token_pass, self._logits, self._draw_tokens = None, self._head.logits_in_blocks, draw
+        positions = longest_prompt + longest
+        if fused:
+            # These need Triton, which not every build of torch has.
+            from grpo.kernels.drawing import draw as draw_fused
+            from grpo.model.fused_pass import FusedPass
+
+            self._token_pass = FusedPass(self._body, self._cache, positions)
+            self._logits, self._draw_tokens = partial(self._head.logits, tokens=slice(None)), draw_fused
+        elif is_known(self._body):
+            self._token_pass = TokenPass(self._body, self._cache, positions)
         self.drawing = 0  # how many rows draw: the first ones
         self._in_cache = rows  # how many rows the cache has: those behind them are free for good
         self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
@@ -310,7 +320,8 @@ class Rows:
     def _step(self, shape: Shape) -> None:
         """Feed each row's last token and draw its next one."""
         slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
-        self._cache.step(shape, cells=state[:PROMPT], prompts=prompts, places=places, rows_of=self._rows_of)
+        cells, rows_of = state[:PROMPT], self._rows_of[: shape.slots]
+        self._cache.step(Step(shape=shape, cells=cells, prompts=prompts, places=places, rows_of=rows_of))
         positions = bases + places
         if self._token_pass is not None:
             hidden = self._token_pass(tokens, positions)
@@ -322,10 +333,10 @@ class Rows:
         self._last_logprobs[: shape.rows].copy_(logprobs)
 
     def _draw(self, hidden: Tensor, slots: Tensor, copies: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._head.logits_in_blocks(hidden.to(self._head.weight))
+        logits = self._logits(hidden.to(self._head.weight))
         if self._scales is not None:
             logits *= self._scales[slots, copies].unsqueeze(1)
-        return draw(logits, None if self._numbers is None else self._numbers[slots, copies, places])
+        return self._draw_tokens(logits, None if self._numbers is None else self._numbers[slots, copies, places])
 
     def _forward(self, ids: Tensor, positions: Tensor, **options) -> Tensor:
         """Return the last hidden states of the model's body."""

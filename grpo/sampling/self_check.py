@@ -1,6 +1,7 @@
 """The choice of the local sampler at the start: does it draw from the distribution that the loss scores?"""
 
 import logging
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,11 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config.errors import ConfigError, one_line
 from grpo.data.records import Example
 from grpo.data.responder import Responder
-from grpo.model.devices import is_out_of_memory
+from grpo.model.devices import is_out_of_memory, runs_kernels
 from grpo.model.load import eos_token_ids
-from grpo.model.logprobs import token_logprobs
+from grpo.model.logprobs import body_of, token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.pictures import Vision
+from grpo.model.token_pass import cannot_fuse
 from grpo.model.trial import distance, refused_distance, small_windows, trial_sequences
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
@@ -67,6 +69,29 @@ def check_sampling(
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A way to draw with rows that are always full."""
+
+    graphs: type[StepGraphs] | None
+    is_fused: bool
+    instead: str
+    """how it goes if the trial shows that this does not, as part of a sentence"""
+
+
+def _ways(model: PreTrainedModel, cuda_graphs: bool, fused_kernels: bool) -> list[_Way]:
+    """Return the ways that can be tried, the fastest first."""
+    graphs, ways = StepGraphs if cuda_graphs and model.device.type == "cuda" else None, []
+    if fused_kernels and runs_kernels(model.device):
+        if reason := cannot_fuse(body_of(model)):
+            log.info("%s draws without fused kernels: %s", type(model).__name__, reason)
+        else:
+            ways.append(_Way(graphs=graphs, is_fused=True, instead="without fused kernels"))
+    if graphs is not None:
+        ways.append(_Way(graphs=graphs, is_fused=False, instead="without CUDA graphs"))
+    return [*ways, _Way(graphs=None, is_fused=False, instead="by transformers' generate")]
+
+
 def make_sampler(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -77,12 +102,14 @@ def make_sampler(
     vision: Vision | None = None,
     turns: Responder | None = None,
     cuda_graphs: bool = True,
+    fused_kernels: bool = True,
     continuous: type[ContinuousSampler] = ContinuousSampler,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
-    steps are CUDA graphs, if wanted, and if the model's forward pass can be recorded. `packs` is the batcher's; False
-    asks for generate. `continuous`: the kind that keeps its rows full; of another kind than ContinuousSampler it must
-    be one. Raises ConfigError if even generate would draw from another distribution than is scored."""
+    steps are the kernels of grpo/kernels and CUDA graphs, if wanted, and if the trial shows that the model allows it.
+    `packs` is the batcher's; False asks for generate. `continuous`: the kind that keeps its rows full; of another kind
+    than ContinuousSampler it must be one. Raises ConfigError if even generate would draw from another distribution than
+    is scored."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"
@@ -102,18 +129,19 @@ def make_sampler(
 
     if not packs:
         return make_plain()
-    ways = [(StepGraphs, "without CUDA graphs")] if cuda_graphs and model.device.type == "cuda" else []
-    for graphs, instead in [*ways, (None, "by transformers' generate")]:
+    for way in _ways(model, cuda_graphs, fused_kernels):
         # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
         # those with one, the second records a graph and the third replays it.
-        refusing = graphs and partial(graphs, refuse_waits=True)
-        tried = ContinuousSampler(model, tokenizer, [never], 4, rows=3, vision=vision, graphs=refusing)
+        graphs = way.graphs and partial(way.graphs, refuse_waits=True)
+        tried = ContinuousSampler(
+            model, tokenizer, [never], 4, rows=3, vision=vision, graphs=graphs, fused=way.is_fused
+        )
         try:
             with small_windows(model):
                 check_sampling(model, tried, pad, vision)
         except ConfigError as error:
             reason = str(error).removesuffix(": use another model")
-            log.warning("sampling goes a slower way, %s: %s", instead, reason)
+            log.warning("sampling goes a slower way, %s: %s", way.instead, reason)
         else:
-            return make(continuous, graphs=graphs)
+            return make(continuous, graphs=way.graphs, fused=way.is_fused)
     return make_plain()

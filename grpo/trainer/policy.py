@@ -83,5 +83,6 @@ def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel
             vision=batcher.vision,
             turns=inputs.turns,
             cuda_graphs=config.cuda_graphs,
+            fused_kernels=config.fused_kernels,
             continuous=continuous_sampler(config.agent is not None),
         )

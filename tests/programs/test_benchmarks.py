@@ -91,10 +91,12 @@ def test_the_tasks_of_a_real_model_are_held_out_and_rewarded(tmp_path):
 
 
 SMALL = {
+    "kernels": "",
     "ref_server": "--layers 1 --groups 4 --repeats 1 --vocabulary 1000",
     "soak": "--minutes 0.1 --first_minutes 0.05 --turns 2 --clients 4 --layers 1 --hidden 64",
 }
 PRINTED = {
+    "kernels": ("| written out | 38 | 101 |", "| fused | 9 | 11 |"),
     "ref_server": ("times as fast", "of the speed of the same calls", "times less", "added by HTTP"),
     "soak": ("| long | 0.1 |", "| none |", "over a fresh one's, 2 turns: "),
 }
@@ -113,7 +115,7 @@ def test_a_benchmark_runs(name):
     ("script", "parts"),
     [
         ("gpu.sh", ["packed", "memory", "generate", "ranks", "train"]),
-        ("gpu.sh first", ["tests", "demo", "generate", "shapes"]),
+        ("gpu.sh first", ["tests", "demo", "kernels", "shapes"]),
         ("real.sh", ["sums", "fits", "shapes", "gsm8k"]),
     ],
 )

@@ -116,9 +116,7 @@ LONG, RARE_ENDS = 100, [20, 21]
 def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, monkeypatch):
     """What CUDA records, called plainly: rows that draw nothing, moves, refills, a cache that grows."""
     model, shapes, step = packed(random_model(name)), [], SharedCache.step
-    monkeypatch.setattr(
-        SharedCache, "step", lambda cache, shape, **state: (shapes.append(shape), step(cache, shape, **state))
-    )
+    monkeypatch.setattr(SharedCache, "step", lambda cache, of: (shapes.append(of.shape), step(cache, of)))
     options = dict(look_every=look_every)
     plain, few = (
         ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, rows=7, graphs=graphs, **options)

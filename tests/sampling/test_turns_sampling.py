@@ -129,9 +129,9 @@ def test_rows_that_wait_are_unharmed_where_recorded_steps_compute_them_too(qwen,
         arrange(rows, drawing, **options)
         waiting[:] = (rows.state[PROMPT, drawing:] > 0).nonzero()[0] + drawing
 
-    def counted(cache, shape, **state):
-        computed.append(sum(row < shape.rows for row in waiting))
-        step(cache, shape, **state)
+    def counted(cache, of):
+        computed.append(sum(row < of.shape.rows for row in waiting))
+        step(cache, of)
 
     computed = []
     monkeypatch.setattr(Rows, "arrange", noted)

@@ -1,0 +1,408 @@
+"""Triton kernels of a decode step's attention: rotation and cache write, parts of the attention, and their join.
+
+A row's token attends to its prompt, in one product with all rows of that prompt, and to the row's own tokens. Prompts
+and rows are cut into parts, each a program with a softmax of its own; the parts are joined by their logsumexp
+(Hydragen, Juravsky et al. 2024, arXiv:2402.05099, section 3; Flash-Decoding). A cell of the cache that no row sees is
+not read: what is in it does not matter.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo.kernels.common import dot, precision, rounded
+from grpo.model.shared_cache import Scoring, SharedCache
+
+PART = 256  # tokens of a part: of any length of the cache, so that a row's numbers do not depend on the others'
+
+
+class HeadNorms(NamedTuple):
+    """The weights of the RMS norms over a head, of queries and keys [head size]."""
+
+    query: Tensor
+    key: Tensor
+    epsilon: float
+
+
+def rotate_and_keep(
+    cache: SharedCache,
+    layer: int,
+    projected: tuple[Tensor, Tensor, Tensor],
+    angles: Tensor,
+    norms: HeadNorms | None,
+) -> Tensor:
+    """Norm and rotate queries [rows, heads x size] and keys [rows, kv heads x size], keep keys and values in the cache,
+    and return the queries: [rows, heads, size]. `angles` [rows, 2, 1, size]: cosines, and sines whose first half is
+    negated (RoFormer, Su et al. 2021, arXiv:2104.09864, section 3.4.2, in transformers' order of dimensions)."""
+    query, key, value = projected
+    kept, size = cache.of_layer(layer), angles.shape[3]
+    heads, kv_heads = query.shape[1] // size, key.shape[1] // size
+    out = query.new_empty(len(query), heads, size)
+    _rotate_and_keep[(len(query), heads + 2 * kv_heads)](
+        query,
+        key,
+        value,
+        angles,
+        *((query, key, 0.0) if norms is None else norms),
+        out,
+        kept.own_keys,
+        kept.own_values,
+        cache.now.places,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        cache.room,
+        heads,
+        kv_heads,
+        HAS_NORMS=norms is not None,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _normed(head, weight, column, epsilon, HAS_NORMS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load a head's columns [BLOCK], normed where the model does it: the norm is that of the whole head."""
+    states = tl.load(head + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        scale = tl.rsqrt(tl.sum(states * states) / SIZE + epsilon)
+        states = rounded(states * scale, head)
+        states = rounded(states * tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32), head)
+    return states
+
+
+@triton.jit(do_not_specialize=["room"], do_not_specialize_on_alignment=["places"])
+def _rotate_and_keep(
+    query,
+    key,
+    value,
+    angles,
+    query_norm,
+    key_norm,
+    epsilon,
+    out,
+    own_keys,
+    own_values,
+    places,
+    query_stride,
+    key_stride,
+    value_stride,
+    room,
+    heads,
+    kv_heads,
+    HAS_NORMS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    kept_head = (head - heads) % kv_heads
+    kept = ((row * kv_heads + kept_head) * room + tl.load(places + row)) * SIZE + column
+    if head >= heads + kv_heads:
+        tl.store(
+            own_values + kept, tl.load(value + row * value_stride + kept_head * SIZE + column, mask=inside), inside
+        )
+    else:
+        source, norm, target = (
+            query + row * query_stride + head * SIZE,
+            query_norm,
+            out + (row * heads + head) * SIZE + column,
+        )
+        if head >= heads:
+            source, norm, target = key + row * key_stride + kept_head * SIZE, key_norm, own_keys + kept
+        other = (column + SIZE // 2) % SIZE
+        here = _normed(source, norm, column, epsilon, HAS_NORMS, SIZE, BLOCK)
+        there = _normed(source, norm, tl.where(inside, other, SIZE), epsilon, HAS_NORMS, SIZE, BLOCK)
+        cosine = tl.load(angles + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        sine = tl.load(angles + (row * 2 + 1) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        rotated = rounded(here * cosine, out) + rounded(there * sine, out)
+        tl.store(target, rotated, mask=inside)
+
+
+def attend(cache: SharedCache, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+    """Attend to what the cache keeps: queries [rows, heads, size] -> [rows, heads x size]."""
+    rows, heads, size = query.shape
+    kept, now = cache.of_layer(layer), cache.now
+    slots, copies = now.rows_of.shape
+    kv_heads = len(kept.prompt_keys) // cache.slots
+    repeat = heads // kv_heads
+    at_once = max(16, triton.next_power_of_2(min(64, copies * repeat)))
+    query_blocks = triton.cdiv(copies * repeat, at_once)
+    prompt_parts, own_parts = triton.cdiv(now.shape.prompt, PART), triton.cdiv(now.shape.own, PART)
+    outs = query.new_empty(rows, heads, prompt_parts + own_parts, size, dtype=torch.float32)
+    sums = query.new_empty(rows, heads, prompt_parts + own_parts, dtype=torch.float32)
+    of_rows = (*now.cells, now.prompts, now.places, now.rows_of)
+    width = max(16, triton.next_power_of_2(size))
+    prompt_tiles = slots * query_blocks * prompt_parts
+    _attend[(prompt_tiles + rows * own_parts, kv_heads)](
+        query,
+        *kept,
+        *of_rows,
+        outs,
+        sums,
+        rows,
+        copies,
+        cache.prompt_room,
+        cache.room,
+        prompt_tiles,
+        query_blocks,
+        prompt_parts,
+        own_parts,
+        scoring.scaling,
+        scoring.softcap or 0.0,
+        scoring.window or 0,
+        HAS_SOFTCAP=scoring.softcap is not None,
+        HAS_WINDOW=scoring.window is not None,
+        REPEAT=repeat,
+        SIZE=size,
+        WIDTH=width,
+        PART=PART,
+        TOKENS=max(16, 64 * 128 * 2 // (width * query.element_size())),
+        OF_PROMPT=at_once,
+        OF_ROW=max(16, triton.next_power_of_2(repeat)),
+        PRECISION=precision(query),
+        num_warps=4,
+        num_stages=2,
+    )
+    out = torch.empty_like(query)
+    _join[(rows, heads)](
+        outs,
+        sums,
+        out,
+        *of_rows,
+        copies,
+        prompt_parts,
+        own_parts,
+        SIZE=size,
+        WIDTH=width,
+        PART=PART,
+        num_warps=1,
+    )
+    return out.flatten(1)
+
+
+@triton.jit
+def _attend_to_part(
+    query,
+    keys,
+    values,
+    outs,
+    sums,
+    head,
+    part,
+    parts,
+    valid,
+    start,
+    end,
+    first,
+    length,
+    scaling,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Let queries, those of the heads [Q] that are valid, attend to the tokens from `start` to before `end`, of which
+    each sees those from `first` to before `length`, both [Q]. Keep the mean of their values and the logsumexp of their
+    scores."""
+    column = tl.arange(0, WIDTH)
+    states_mask = valid[:, None] & (column < SIZE)[None, :]
+    states = tl.load(query + head[:, None] * SIZE + column[None, :], mask=states_mask, other=0.0)
+    top = tl.full((head.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((head.shape[0],), tl.float32)
+    out = tl.zeros((head.shape[0], WIDTH), tl.float32)
+    for at in range(start, end, TOKENS):
+        token = at + tl.arange(0, TOKENS)
+        key = tl.load(
+            keys + token[None, :] * SIZE + column[:, None],
+            mask=(token < end)[None, :] & (column < SIZE)[:, None],
+            other=0.0,
+        )
+        scores = dot(states, key, tl.zeros((head.shape[0], TOKENS), tl.float32), PRECISION) * scaling
+        if HAS_SOFTCAP:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+        seen = (token[None, :] >= first[:, None]) & (token[None, :] < length[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        below = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query may see none of these tokens
+        weights, shrink = tl.exp(scores - below[:, None]), tl.exp(top - below)
+        value = tl.load(
+            values + token[:, None] * SIZE + column[None, :],
+            mask=(token < end)[:, None] & (column < SIZE)[None, :],
+            other=0.0,
+        )
+        total = total * shrink + tl.sum(weights, axis=1)
+        out = dot(weights.to(value.dtype), value, out * shrink[:, None], PRECISION)
+        top = new_top
+    sees_none = top == float("-inf")
+    total = tl.where(sees_none, 1.0, total)
+    at = head * parts + part
+    tl.store(outs + at[:, None] * SIZE + column[None, :], out / total[:, None], mask=states_mask)
+    tl.store(sums + at, tl.where(sees_none, float("-inf"), top + tl.log(total)), mask=valid)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("rows", "copies", "prompt_room", "own_room", "prompt_tiles", "query_blocks", "prompt_parts", "own_parts"),
+        "window",
+    ],
+    do_not_specialize_on_alignment=["slot_of", "copy_of", "prompts", "places"],
+)
+def _attend(
+    query,
+    prompt_keys,
+    prompt_values,
+    own_keys,
+    own_values,
+    slot_of,
+    copy_of,
+    prompts,
+    places,
+    rows_of,
+    outs,
+    sums,
+    rows,
+    copies,
+    prompt_room,
+    own_room,
+    prompt_tiles,
+    query_blocks,
+    prompt_parts,
+    own_parts,
+    scaling,
+    softcap,
+    window,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    REPEAT: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OF_PROMPT: tl.constexpr,
+    OF_ROW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile, kv_head, kv_heads = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    parts = prompt_parts + own_parts
+    if tile < prompt_tiles:
+        part, block = tile % prompt_parts, tile // prompt_parts
+        slot = (block // query_blocks).to(tl.int64)
+        number = (block % query_blocks) * OF_PROMPT + tl.arange(0, OF_PROMPT)
+        copy = number // REPEAT
+        rows_in = tl.load(rows_of + slot * copies + copy, mask=copy < copies, other=0)
+        # An empty cell names any row: that row's own cell is another one.
+        in_shape = (copy < copies) & (rows_in < rows)
+        of_slot = tl.load(slot_of + rows_in, mask=in_shape, other=-1) == slot
+        valid = in_shape & of_slot & (tl.load(copy_of + rows_in, mask=in_shape, other=-1) == copy)
+        length = tl.load(prompts + rows_in, mask=valid, other=0)
+        first = tl.zeros_like(length)
+        if HAS_WINDOW:
+            first = length + tl.load(places + rows_in, mask=valid, other=0) - window + 1
+        end = tl.minimum((part + 1) * PART, tl.max(length, axis=0)).to(tl.int32)
+        cell = (slot * kv_heads + kv_head) * prompt_room * SIZE
+        if part * PART < end:
+            _attend_to_part(
+                query,
+                prompt_keys + cell,
+                prompt_values + cell,
+                outs,
+                sums,
+                (rows_in * kv_heads + kv_head) * REPEAT + number % REPEAT,
+                part,
+                parts,
+                valid,
+                part * PART,
+                end,
+                first,
+                length,
+                scaling,
+                softcap,
+                HAS_SOFTCAP,
+                SIZE,
+                WIDTH,
+                TOKENS,
+                PRECISION,
+            )
+    else:
+        own_part, row = (tile - prompt_tiles) % own_parts, ((tile - prompt_tiles) // own_parts).to(tl.int64)
+        repeat, place = tl.arange(0, OF_ROW), tl.load(places + row)
+        own_length = tl.zeros((OF_ROW,), tl.int64) + place + 1
+        own_first = tl.zeros_like(own_length)
+        if HAS_WINDOW:
+            own_first = own_length - window
+        own_end = tl.minimum((own_part + 1) * PART, place + 1).to(tl.int32)
+        own_cell = (row * kv_heads + kv_head) * own_room * SIZE
+        if own_part * PART < own_end:
+            _attend_to_part(
+                query,
+                own_keys + own_cell,
+                own_values + own_cell,
+                outs,
+                sums,
+                (row * kv_heads + kv_head) * REPEAT + repeat,
+                prompt_parts + own_part,
+                parts,
+                repeat < REPEAT,
+                own_part * PART,
+                own_end,
+                own_first,
+                own_length,
+                scaling,
+                softcap,
+                HAS_SOFTCAP,
+                SIZE,
+                WIDTH,
+                TOKENS,
+                PRECISION,
+            )
+
+
+@triton.jit(
+    do_not_specialize=["copies", "prompt_parts", "own_parts"],
+    do_not_specialize_on_alignment=["slot_of", "copy_of", "prompts", "places"],
+)
+def _join(
+    outs,
+    sums,
+    out,
+    slot_of,
+    copy_of,
+    prompts,
+    places,
+    rows_of,
+    copies,
+    prompt_parts,
+    own_parts,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = row * tl.num_programs(1) + tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    # The prompt's parts of a row that waits were not computed.
+    in_cell = tl.load(rows_of + tl.load(slot_of + row) * copies + tl.load(copy_of + row)) == row
+    of_prompt = tl.where(in_cell, tl.cdiv(tl.load(prompts + row), PART), 0).to(tl.int32)
+    of_row = (tl.load(places + row) // PART + 1).to(tl.int32)
+    top, total = float("-inf"), 0.0
+    mean = tl.zeros((WIDTH,), tl.float32)
+    for number in range(0, of_prompt + of_row):
+        part = tl.where(number < of_prompt, number, prompt_parts + number - of_prompt)
+        at = head * (prompt_parts + own_parts) + part
+        of_part = tl.load(sums + at)
+        new_top = tl.maximum(top, of_part)
+        below = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink, weight = tl.exp(top - below), tl.exp(of_part - below)
+        total = total * shrink + weight
+        mean = mean * shrink + weight * tl.load(outs + at * SIZE + column, mask=column < SIZE, other=0.0)
+        top = new_top
+    tl.store(out + head * SIZE + column, mean / total, mask=column < SIZE)
