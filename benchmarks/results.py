@@ -307,6 +307,12 @@ def summary(runs: Runs) -> str:
     return f"held-out accuracy rises from {' to '.join(ranges)} in {taken:.0f} minutes"
 
 
+def gsm8k_summary(runs: Runs) -> str:
+    """Return what README says of GRPO's runs of GSM8K."""
+    before, after = ([100 * run["evaluations"][at]["right"] for run in runs.values()] for at in (0, -1))
+    return f"{before[0]:.1f} % right within tags before, {min(after):.0f}-{max(after):.0f} % after ({len(runs)} seeds)"
+
+
 def task_row(name: str, runs: Runs) -> dict[str, object]:
     """Return a task that GRPO alone has learned."""
     before, after = ([cell_of(run, at) for run in runs.values()] for at in (0, -1))

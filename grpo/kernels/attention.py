@@ -37,26 +37,27 @@ def rotate_and_keep(
     """Norm and rotate queries [rows, heads x size] and keys [rows, kv heads x size], keep keys and values in the cache,
     and return the queries: [rows, heads, size]. `angles` [rows, 2, 1, size]: cosines, and sines whose first half is
     negated (RoFormer, Su et al. 2021, arXiv:2104.09864, section 3.4.2, in transformers' order of dimensions)."""
-    query, key, value = projected
-    kept, size = cache.of_layer(layer), angles.shape[3]
-    heads, kv_heads = query.shape[1] // size, key.shape[1] // size
+    (query, key, value), size = projected, angles.shape[3]
+    kept, heads, kv_heads = cache.of_layer(layer), query.shape[1] // size, key.shape[1] // size
     out = query.new_empty(len(query), heads, size)
     _rotate_and_keep[(len(query), heads + 2 * kv_heads)](
-        query,
-        key,
-        value,
-        angles,
-        *((query, key, 0.0) if norms is None else norms),
-        out,
-        kept.own_keys,
-        kept.own_values,
-        cache.now.places,
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        cache.room,
-        heads,
-        kv_heads,
+        query=query,
+        key=key,
+        value=value,
+        angles=angles,
+        query_norm=query if norms is None else norms.query,
+        key_norm=key if norms is None else norms.key,
+        epsilon=0.0 if norms is None else norms.epsilon,
+        out=out,
+        own_keys=kept.own_keys,
+        own_values=kept.own_values,
+        places=cache.now.places,
+        query_stride=query.stride(0),
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        room=cache.room,
+        heads=heads,
+        kv_heads=kv_heads,
         HAS_NORMS=norms is not None,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
@@ -66,8 +67,8 @@ def rotate_and_keep(
 
 
 @triton.jit
-def _normed(head, weight, column, epsilon, HAS_NORMS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a head's columns [BLOCK], normed where the model does it: the norm is that of the whole head."""
+def _normed(head, weight, column, epsilon, HAS_NORMS: tl.constexpr, SIZE: tl.constexpr):
+    """Load a head's columns, normed where the model does it: the norm is that of the whole head."""
     states = tl.load(head + column, mask=column < SIZE, other=0.0).to(tl.float32)
     if HAS_NORMS:
         scale = tl.rsqrt(tl.sum(states * states) / SIZE + epsilon)
@@ -105,24 +106,19 @@ def _rotate_and_keep(
     kept_head = (head - heads) % kv_heads
     kept = ((row * kv_heads + kept_head) * room + tl.load(places + row)) * SIZE + column
     if head >= heads + kv_heads:
-        tl.store(
-            own_values + kept, tl.load(value + row * value_stride + kept_head * SIZE + column, mask=inside), inside
-        )
+        states = tl.load(value + row * value_stride + kept_head * SIZE + column, mask=inside)
+        tl.store(own_values + kept, states, mask=inside)
     else:
-        source, norm, target = (
-            query + row * query_stride + head * SIZE,
-            query_norm,
-            out + (row * heads + head) * SIZE + column,
-        )
+        source, norm = query + row * query_stride + head * SIZE, query_norm
+        target = out + (row * heads + head) * SIZE + column
         if head >= heads:
             source, norm, target = key + row * key_stride + kept_head * SIZE, key_norm, own_keys + kept
-        other = (column + SIZE // 2) % SIZE
-        here = _normed(source, norm, column, epsilon, HAS_NORMS, SIZE, BLOCK)
-        there = _normed(source, norm, tl.where(inside, other, SIZE), epsilon, HAS_NORMS, SIZE, BLOCK)
+        other = tl.where(inside, (column + SIZE // 2) % SIZE, SIZE)
+        here = _normed(source, norm, column, epsilon, HAS_NORMS=HAS_NORMS, SIZE=SIZE)
+        there = _normed(source, norm, other, epsilon, HAS_NORMS=HAS_NORMS, SIZE=SIZE)
         cosine = tl.load(angles + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
         sine = tl.load(angles + (row * 2 + 1) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-        rotated = rounded(here * cosine, out) + rounded(there * sine, out)
-        tl.store(target, rotated, mask=inside)
+        tl.store(target, rounded(here * cosine, out) + rounded(there * sine, out), mask=inside)
 
 
 def attend(cache: SharedCache, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
@@ -131,59 +127,43 @@ def attend(cache: SharedCache, layer: int, query: Tensor, scoring: Scoring) -> T
     kept, now = cache.of_layer(layer), cache.now
     slots, copies = now.rows_of.shape
     kv_heads = len(kept.prompt_keys) // cache.slots
-    repeat = heads // kv_heads
-    at_once = max(16, triton.next_power_of_2(min(64, copies * repeat)))
-    query_blocks = triton.cdiv(copies * repeat, at_once)
+    repeat, width = heads // kv_heads, max(16, triton.next_power_of_2(size))
+    of_prompt = max(16, triton.next_power_of_2(min(64, copies * repeat)))
+    blocks = triton.cdiv(copies * repeat, of_prompt)
     prompt_parts, own_parts = triton.cdiv(now.shape.prompt, PART), triton.cdiv(now.shape.own, PART)
     outs = query.new_empty(rows, heads, prompt_parts + own_parts, size, dtype=torch.float32)
     sums = query.new_empty(rows, heads, prompt_parts + own_parts, dtype=torch.float32)
-    of_rows = (*now.cells, now.prompts, now.places, now.rows_of)
-    width = max(16, triton.next_power_of_2(size))
-    prompt_tiles = slots * query_blocks * prompt_parts
-    _attend[(prompt_tiles + rows * own_parts, kv_heads)](
-        query,
-        *kept,
-        *of_rows,
-        outs,
-        sums,
-        rows,
-        copies,
-        cache.prompt_room,
-        cache.room,
-        prompt_tiles,
-        query_blocks,
-        prompt_parts,
-        own_parts,
-        scoring.scaling,
-        scoring.softcap or 0.0,
-        scoring.window or 0,
-        HAS_SOFTCAP=scoring.softcap is not None,
-        HAS_WINDOW=scoring.window is not None,
+    slot_of, copy_of = now.cells
+    of_rows = {"slot_of": slot_of, "copy_of": copy_of, "prompts": now.prompts, "places": now.places}
+    sizes = {"copies": copies, "prompt_parts": prompt_parts, "own_parts": own_parts}
+    of_rows |= {"rows_of": now.rows_of}
+    known = {"SIZE": size, "WIDTH": width, "PART": PART}
+    _attend[(slots * blocks * prompt_parts + rows * own_parts, kv_heads)](
+        query=query,
+        **kept._asdict(),
+        **of_rows,
+        outs=outs,
+        sums=sums,
+        rows=rows,
+        **sizes,
+        prompt_room=cache.prompt_room,
+        own_room=cache.room,
+        prompt_tiles=slots * blocks * prompt_parts,
+        blocks=blocks,
+        SCALING=scoring.scaling,
+        SOFTCAP=scoring.softcap or 0.0,
+        WINDOW=scoring.window or 0,
         REPEAT=repeat,
-        SIZE=size,
-        WIDTH=width,
-        PART=PART,
+        **known,
         TOKENS=max(16, 64 * 128 * 2 // (width * query.element_size())),
-        OF_PROMPT=at_once,
+        OF_PROMPT=of_prompt,
         OF_ROW=max(16, triton.next_power_of_2(repeat)),
         PRECISION=precision(query),
         num_warps=4,
         num_stages=2,
     )
     out = torch.empty_like(query)
-    _join[(rows, heads)](
-        outs,
-        sums,
-        out,
-        *of_rows,
-        copies,
-        prompt_parts,
-        own_parts,
-        SIZE=size,
-        WIDTH=width,
-        PART=PART,
-        num_warps=1,
-    )
+    _join[(rows, heads)](outs=outs, sums=sums, out=out, **of_rows, **sizes, **known, num_warps=1)
     return out.flatten(1)
 
 
@@ -192,67 +172,62 @@ def _attend_to_part(
     query,
     keys,
     values,
-    outs,
-    sums,
     head,
-    part,
-    parts,
     valid,
     start,
     end,
     first,
     length,
-    scaling,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
+    SCALING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Let queries, those of the heads [Q] that are valid, attend to the tokens from `start` to before `end`, of which
-    each sees those from `first` to before `length`, both [Q]. Keep the mean of their values and the logsumexp of their
-    scores."""
+    """Let the queries of the heads [Q] that are valid attend to the tokens from `start` to before `end`, of which each
+    sees those from `first` to before `length`, both [Q]. Returns the mean of their values, float32 [Q, WIDTH], and the
+    logsumexp of their scores, [Q]."""
     column = tl.arange(0, WIDTH)
-    states_mask = valid[:, None] & (column < SIZE)[None, :]
-    states = tl.load(query + head[:, None] * SIZE + column[None, :], mask=states_mask, other=0.0)
+    inside = column < SIZE
+    states = tl.load(query + head[:, None] * SIZE + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
     top = tl.full((head.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((head.shape[0],), tl.float32)
     out = tl.zeros((head.shape[0], WIDTH), tl.float32)
     for at in range(start, end, TOKENS):
         token = at + tl.arange(0, TOKENS)
-        key = tl.load(
-            keys + token[None, :] * SIZE + column[:, None],
-            mask=(token < end)[None, :] & (column < SIZE)[:, None],
-            other=0.0,
-        )
-        scores = dot(states, key, tl.zeros((head.shape[0], TOKENS), tl.float32), PRECISION) * scaling
-        if HAS_SOFTCAP:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+        kept = token < end
+        key = tl.load(keys + token[None, :] * SIZE + column[:, None], mask=kept[None, :] & inside[:, None], other=0.0)
+        scores = dot(states, key, tl.zeros((head.shape[0], TOKENS), tl.float32), PRECISION=PRECISION) * SCALING
+        if SOFTCAP > 0:
+            scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # tanh
         seen = (token[None, :] >= first[:, None]) & (token[None, :] < length[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         below = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query may see none of these tokens
         weights, shrink = tl.exp(scores - below[:, None]), tl.exp(top - below)
         value = tl.load(
-            values + token[:, None] * SIZE + column[None, :],
-            mask=(token < end)[:, None] & (column < SIZE)[None, :],
-            other=0.0,
+            values + token[:, None] * SIZE + column[None, :], mask=kept[:, None] & inside[None, :], other=0.0
         )
         total = total * shrink + tl.sum(weights, axis=1)
-        out = dot(weights.to(value.dtype), value, out * shrink[:, None], PRECISION)
+        out = dot(weights.to(value.dtype), value, out * shrink[:, None], PRECISION=PRECISION)
         top = new_top
     sees_none = top == float("-inf")
     total = tl.where(sees_none, 1.0, total)
-    at = head * parts + part
-    tl.store(outs + at[:, None] * SIZE + column[None, :], out / total[:, None], mask=states_mask)
-    tl.store(sums + at, tl.where(sees_none, float("-inf"), top + tl.log(total)), mask=valid)
+    return out / total[:, None], tl.where(sees_none, float("-inf"), top + tl.log(total))
+
+
+@triton.jit
+def _keep_part(outs, sums, at, valid, out, total, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    inside = valid[:, None] & (column < SIZE)[None, :]
+    tl.store(outs + at[:, None] * SIZE + column[None, :], out, mask=inside)
+    tl.store(sums + at, total, mask=valid)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("rows", "copies", "prompt_room", "own_room", "prompt_tiles", "query_blocks", "prompt_parts", "own_parts"),
-        "window",
+        *("rows", "copies", "prompt_room", "own_room", "prompt_tiles", "blocks", "prompt_parts", "own_parts"),
     ],
     do_not_specialize_on_alignment=["slot_of", "copy_of", "prompts", "places"],
 )
@@ -271,17 +246,15 @@ def _attend(
     sums,
     rows,
     copies,
+    prompt_parts,
+    own_parts,
     prompt_room,
     own_room,
     prompt_tiles,
-    query_blocks,
-    prompt_parts,
-    own_parts,
-    scaling,
-    softcap,
-    window,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    blocks,
+    SCALING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     REPEAT: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -291,79 +264,51 @@ def _attend(
     OF_ROW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Attend to a part of a prompt with a block of its rows' queries, or to a part of a row's own tokens."""
     tile, kv_head, kv_heads = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     parts = prompt_parts + own_parts
     if tile < prompt_tiles:
         part, block = tile % prompt_parts, tile // prompt_parts
-        slot = (block // query_blocks).to(tl.int64)
-        number = (block % query_blocks) * OF_PROMPT + tl.arange(0, OF_PROMPT)
+        slot = (block // blocks).to(tl.int64)
+        number = (block % blocks) * OF_PROMPT + tl.arange(0, OF_PROMPT)
         copy = number // REPEAT
-        rows_in = tl.load(rows_of + slot * copies + copy, mask=copy < copies, other=0)
+        of_cell = tl.load(rows_of + slot * copies + copy, mask=copy < copies, other=0)
         # An empty cell names any row: that row's own cell is another one.
-        in_shape = (copy < copies) & (rows_in < rows)
-        of_slot = tl.load(slot_of + rows_in, mask=in_shape, other=-1) == slot
-        valid = in_shape & of_slot & (tl.load(copy_of + rows_in, mask=in_shape, other=-1) == copy)
-        length = tl.load(prompts + rows_in, mask=valid, other=0)
+        known = (copy < copies) & (of_cell < rows)
+        here = tl.load(slot_of + of_cell, mask=known, other=-1) == slot
+        valid = known & here & (tl.load(copy_of + of_cell, mask=known, other=-1) == copy)
+        length = tl.load(prompts + of_cell, mask=valid, other=0)
         first = tl.zeros_like(length)
-        if HAS_WINDOW:
-            first = length + tl.load(places + rows_in, mask=valid, other=0) - window + 1
+        if WINDOW > 0:
+            first = length + tl.load(places + of_cell, mask=valid, other=0) - WINDOW + 1
         end = tl.minimum((part + 1) * PART, tl.max(length, axis=0)).to(tl.int32)
-        cell = (slot * kv_heads + kv_head) * prompt_room * SIZE
         if part * PART < end:
-            _attend_to_part(
-                query,
-                prompt_keys + cell,
-                prompt_values + cell,
-                outs,
-                sums,
-                (rows_in * kv_heads + kv_head) * REPEAT + number % REPEAT,
-                part,
-                parts,
-                valid,
-                part * PART,
-                end,
-                first,
-                length,
-                scaling,
-                softcap,
-                HAS_SOFTCAP,
-                SIZE,
-                WIDTH,
-                TOKENS,
-                PRECISION,
-            )
+            cell = (slot * kv_heads + kv_head) * prompt_room * SIZE
+            head = (of_cell * kv_heads + kv_head) * REPEAT + number % REPEAT
+            out, total = _attend_to_part(
+                query, prompt_keys + cell, prompt_values + cell, head, valid,
+                start=part * PART, end=end, first=first, length=length, SCALING=SCALING, SOFTCAP=SOFTCAP,
+                SIZE=SIZE, WIDTH=WIDTH, TOKENS=TOKENS, PRECISION=PRECISION,
+            )  # fmt: skip
+            _keep_part(outs, sums, head * parts + part, valid, out, total=total, SIZE=SIZE, WIDTH=WIDTH)
     else:
         own_part, row = (tile - prompt_tiles) % own_parts, ((tile - prompt_tiles) // own_parts).to(tl.int64)
         repeat, place = tl.arange(0, OF_ROW), tl.load(places + row)
         own_length = tl.zeros((OF_ROW,), tl.int64) + place + 1
         own_first = tl.zeros_like(own_length)
-        if HAS_WINDOW:
-            own_first = own_length - window
+        if WINDOW > 0:
+            own_first = own_length - WINDOW
         own_end = tl.minimum((own_part + 1) * PART, place + 1).to(tl.int32)
-        own_cell = (row * kv_heads + kv_head) * own_room * SIZE
         if own_part * PART < own_end:
-            _attend_to_part(
-                query,
-                own_keys + own_cell,
-                own_values + own_cell,
-                outs,
-                sums,
-                (row * kv_heads + kv_head) * REPEAT + repeat,
-                prompt_parts + own_part,
-                parts,
-                repeat < REPEAT,
-                own_part * PART,
-                own_end,
-                own_first,
-                own_length,
-                scaling,
-                softcap,
-                HAS_SOFTCAP,
-                SIZE,
-                WIDTH,
-                TOKENS,
-                PRECISION,
-            )
+            own_cell = (row * kv_heads + kv_head) * own_room * SIZE
+            own_head = (row * kv_heads + kv_head) * REPEAT + repeat
+            own_out, own_total = _attend_to_part(
+                query, own_keys + own_cell, own_values + own_cell, own_head, repeat < REPEAT,
+                start=own_part * PART, end=own_end, first=own_first, length=own_length, SCALING=SCALING,
+                SOFTCAP=SOFTCAP, SIZE=SIZE, WIDTH=WIDTH, TOKENS=TOKENS, PRECISION=PRECISION,
+            )  # fmt: skip
+            at = own_head * parts + prompt_parts + own_part
+            _keep_part(outs, sums, at, repeat < REPEAT, own_out, total=own_total, SIZE=SIZE, WIDTH=WIDTH)
 
 
 @triton.jit(

@@ -17,14 +17,14 @@ def draw(logits: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
     tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
     _reduce[(rows, blocks)](logits, tops, sums, vocabulary, BLOCK=BLOCK)
     _choose[(rows,)](
-        logits,
-        tops,
-        sums,
-        tops if numbers is None else numbers,
-        tokens,
-        logprobs,
-        vocabulary,
-        blocks,
+        logits=logits,
+        tops=tops,
+        sums=sums,
+        numbers=tops if numbers is None else numbers,
+        tokens=tokens,
+        logprobs=logprobs,
+        vocabulary=vocabulary,
+        blocks=blocks,
         IS_GREEDY=numbers is None,
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),

@@ -20,12 +20,12 @@ def add_norm(hidden: Tensor, more: Tensor | None, weight: Tensor, epsilon: float
     (rows, size), out = hidden.shape, torch.empty_like(hidden)
     block = triton.next_power_of_2(size)
     _add_norm[(rows,)](
-        hidden,
-        hidden if more is None else more,
-        weight,
-        out,
-        size,
-        epsilon,
+        hidden=hidden,
+        more=hidden if more is None else more,
+        weight=weight,
+        out=out,
+        size=size,
+        epsilon=epsilon,
         HAS_MORE=more is not None,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
@@ -49,23 +49,26 @@ def _add_norm(hidden, more, weight, out, size, epsilon, HAS_MORE: tl.constexpr, 
 
 
 class _Tiles:
-    """The sizes of the tiles of a product [rows, size] @ [columns, size].T, of `matrices` matrices."""
+    """The sizes of the tiles of a product [rows, size] @ [columns, size].T."""
 
     def __init__(self, states: Tensor, columns: int):
-        rows, item = len(states), states.element_size()
-        self.rows = min(128, max(16, triton.next_power_of_2(rows)))
+        item = states.element_size()
+        self.rows = min(128, max(16, triton.next_power_of_2(len(states))))
         self.columns = 64 if columns >= 8192 else 32  # smaller ones keep more of a card's processors busy
-        self.inner = (128 if self.rows <= 64 else 64) * 2 // item
-        of_stage = (self.rows + self.columns) * self.inner * item
-        self.stages = max(2, min(4, SHARED_BYTES // of_stage))
+        inner = (128 if self.rows <= 64 else 64) * 2 // item
+        of_stage = (self.rows + self.columns) * inner * item
         self.options = {
             "ROWS": self.rows,
             "COLUMNS": self.columns,
-            "INNER": self.inner,
+            "INNER": inner,
             "PRECISION": precision(states),
             "num_warps": 8 if self.rows == 128 else 4,
-            "num_stages": self.stages,
+            "num_stages": max(2, min(4, SHARED_BYTES // of_stage)),
         }
+
+
+def _bias(of: nn.Linear) -> Tensor:
+    return of.weight if of.bias is None else of.bias  # which the kernel does not read
 
 
 def project(states: Tensor, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> tuple[Tensor, ...]:
@@ -75,14 +78,18 @@ def project(states: Tensor, query: nn.Linear, key: nn.Linear, value: nn.Linear) 
     tiles = _Tiles(states, out.shape[1])
     blocks = triton.cdiv(columns, tiles.columns) + 2 * triton.cdiv(kept, tiles.columns)
     _project[(triton.cdiv(rows, tiles.rows), blocks)](
-        states,
-        *(of.weight for of in (query, key, value)),
-        *(of.weight if of.bias is None else of.bias for of in (query, key, value)),
-        out,
-        rows,
-        size,
-        columns,
-        kept,
+        states=states,
+        query=query.weight,
+        key=key.weight,
+        value=value.weight,
+        query_bias=_bias(query),
+        key_bias=_bias(key),
+        value_bias=_bias(value),
+        out=out,
+        rows=rows,
+        size=size,
+        query_columns=columns,
+        kept_columns=kept,
         HAS_BIAS=query.bias is not None,
         **tiles.options,
     )
@@ -154,7 +161,9 @@ def _project(
         weight, bias, columns, before = key, key_bias, kept_columns, query_columns
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
-    total = _product(states, weight, row, column, rows, columns, size, INNER, PRECISION)
+    total = _product(
+        states, weight, row, column, rows=rows, columns=columns, size=size, INNER=INNER, PRECISION=PRECISION
+    )
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     place = row[:, None] * (query_columns + 2 * kept_columns) + before + column[None, :]
@@ -167,14 +176,15 @@ def gated(states: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
     out = states.new_empty(rows, columns)
     tiles = _Tiles(states, columns)
     _gated[(triton.cdiv(rows, tiles.rows), triton.cdiv(columns, tiles.columns))](
-        states,
-        gate.weight,
-        up.weight,
-        *(of.weight if of.bias is None else of.bias for of in (gate, up)),
-        out,
-        rows,
-        size,
-        columns,
+        states=states,
+        gate=gate.weight,
+        up=up.weight,
+        gate_bias=_bias(gate),
+        up_bias=_bias(up),
+        out=out,
+        rows=rows,
+        size=size,
+        columns=columns,
         HAS_BIAS=gate.bias is not None,
         **tiles.options,
     )
@@ -200,8 +210,10 @@ def _gated(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    of_gate = _product(states, gate, row, column, rows, columns, size, INNER, PRECISION)
-    of_up = _product(states, up, row, column, rows, columns, size, INNER, PRECISION)
+    of_gate = _product(
+        states, gate, row, column, rows=rows, columns=columns, size=size, INNER=INNER, PRECISION=PRECISION
+    )
+    of_up = _product(states, up, row, column, rows=rows, columns=columns, size=size, INNER=INNER, PRECISION=PRECISION)
     if HAS_BIAS:
         of_gate += tl.load(gate_bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         of_up += tl.load(up_bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]

@@ -117,17 +117,7 @@ class Rows:
             longest_prompt=longest_prompt,
             longest_completion=longest,
         )
-        self._token_pass, self._logits, self._draw_tokens = None, self._head.logits_in_blocks, draw
-        positions = longest_prompt + longest
-        if fused:
-            # These need Triton, which not every build of torch has.
-            from grpo.kernels.drawing import draw as draw_fused
-            from grpo.model.fused_pass import FusedPass
-
-            self._token_pass = FusedPass(self._body, self._cache, positions)
-            self._logits, self._draw_tokens = partial(self._head.logits, tokens=slice(None)), draw_fused
-        elif is_known(self._body):
-            self._token_pass = TokenPass(self._body, self._cache, positions)
+        self._choose_pass(fused, positions=longest_prompt + longest)
         self.drawing = 0  # how many rows draw: the first ones
         self._in_cache = rows  # how many rows the cache has: those behind them are free for good
         self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
@@ -146,6 +136,19 @@ class Rows:
         self._scales = torch.ones(slots, copies, device=self._device) if has_scales else None
         # transformers passes a mask in four dimensions unchanged; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
+
+    def _choose_pass(self, fused: bool, positions: int) -> None:
+        """Choose how a step computes hidden states, logits and tokens; every position is less than `positions`."""
+        self._token_pass, self._logits, self._draw_tokens = None, self._head.logits_in_blocks, draw
+        if fused:
+            # These need Triton, which not every build of torch has.
+            from grpo.kernels.drawing import draw as draw_fused
+            from grpo.kernels.fused_pass import FusedPass
+
+            self._token_pass = FusedPass(self._body, self._cache, positions)
+            self._logits, self._draw_tokens = partial(self._head.logits, tokens=slice(None)), draw_fused
+        elif is_known(self._body):
+            self._token_pass = TokenPass(self._body, self._cache, positions)
 
     def prefill(self, by_slot: dict[int, Ids]) -> list[Tensor]:
         """Compute the keys and values of prompts, for their slots; return each one's last hidden state."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from grpo.data.records import Example
-from grpo.model import fused_pass
 from grpo.model.shared_cache import Scoring, Shape, SharedCache, Step
 from grpo.model.token_pass import cannot_fuse
 from grpo.model.tree_attention import switch_on
@@ -24,7 +23,7 @@ from grpo.sampling.self_check import make_sampler
 
 pytest.importorskip("triton")
 
-from grpo.kernels import drawing
+from grpo.kernels import drawing, fused_pass
 from grpo.kernels.attention import PART, HeadNorms, attend, rotate_and_keep
 from grpo.kernels.products import add_norm, gated, project
 
