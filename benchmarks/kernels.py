@@ -49,9 +49,10 @@ class Kernels(TorchDispatchMode):
         storages = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
         first = result[0] if isinstance(result, (tuple, list)) else result
         is_view = isinstance(first, torch.Tensor) and first.untyped_storage().data_ptr() in storages
-        # A card multiplies 16 bits into float32; a CPU converts both sides before.
+        # A card multiplies 16 bits into float32; a CPU converts both sides before, and has few rows' logits by columns.
         dtypes = [value.dtype for value in (*args[:2], result) if isinstance(value, torch.Tensor)]
         of_cpu = not CUDA and name in ("to", "copy_") and dtypes[-1] == torch.float32 and torch.bfloat16 in dtypes
+        of_cpu |= not CUDA and name == "contiguous"
         if not of_cpu and (function._schema.is_mutable or not (is_view or "empty" in name)):
             self.names[name] += 1
         return result

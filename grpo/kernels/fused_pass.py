@@ -56,8 +56,9 @@ class _FusedLayer:
 
 
 def _are_plain(modules: tuple[nn.Module, ...]) -> bool:
-    """Return whether these are linear layers and nothing more, all with a bias or all without."""
-    return all(type(module) is nn.Linear for module in modules) and len({m.bias is None for m in modules}) == 1
+    """Return whether these are linear layers and nothing more, all with a bias or all without, as they lie."""
+    plain = all(type(module) is nn.Linear and module.weight.is_contiguous() for module in modules)
+    return plain and len({module.bias is None for module in modules}) == 1
 
 
 def _normed(hidden: Tensor, more: Tensor | None, norm: nn.Module) -> Tensor:
