@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, REPOSITORY
-from models import CONFIGS, SMALL, build
+from models import CONFIGS, SMALL, build, by_hand
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -183,6 +183,19 @@ def test_attention_is_that_of_float64_and_does_not_read_what_no_row_sees(layout,
     assert_near(attend(cells.cache, 0, rotated, scoring), cells.expected(rotated, scoring), dtype)
 
 
+@pytest.mark.rare
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_many_rows_and_long_prompts_is_that_of_float64(dtype):
+    prompts = [700, 3, 256, 255, 513, 1, 90, 64, 17, 300, 31, 5, 128]
+    rows = [(row % len(prompts), 37 * row % 530) for row in range(64)]
+    cells = Cells(prompts, rows, heads=2, size=64, dtype=dtype)
+    for states in cells.cache.of_layer(0)[2:]:
+        states.nan_to_num_(0.5)
+    query = torch.randn(len(rows), 6, 64).to(dtype)
+    for scoring in (Scoring(0.125), Scoring(0.125, softcap=20.0, window=300)):
+        assert_near(attend(cells.cache, 0, query, scoring), cells.expected(query, scoring), dtype)
+
+
 def test_a_row_that_waits_disturbs_no_other():
     """Its cell names another row, as that of a free row does."""
     cells = Cells(*LAYOUTS["ragged"], heads=2, size=8, dtype=torch.float32)
@@ -233,6 +246,7 @@ def sampler(model, tokenizer, longest: int = 5, **options) -> ContinuousSampler:
 
 
 def drawn(of: ContinuousSampler) -> tuple[list[list[int]], Tensor]:
+    """Draw two completions of each prompt at a temperature of 0.9: their ids, and the log-probs of all."""
     rollouts = [rollout for group in of.sample(EXAMPLES, 2, 0.9, seed=2) for rollout in group]
     return [rollout.completion_ids for rollout in rollouts], torch.tensor(
         [value for rollout in rollouts for value in rollout.sampling_logprobs]
@@ -259,6 +273,9 @@ def test_it_draws_what_the_pass_that_is_written_out_draws(name, tokenizer):
     fused_ids, fused_logprobs = drawn(sampler(model, tokenizer, fused=True))
     assert fused_ids == ids
     assert torch.allclose(fused_logprobs, logprobs, atol=2e-4)
+    sequences = [(EXAMPLES[number // 2].prompt_ids, completion) for number, completion in enumerate(ids)]
+    exact, _ = by_hand(model.double(), sequences, 0.9)
+    assert torch.allclose(fused_logprobs.double(), exact, atol=2e-4)
 
 
 def test_an_adapter_does_its_own_work_and_the_kernels_the_rest(tokenizer):
