@@ -296,11 +296,11 @@ def samplers(model: PreTrainedModel, new: int, rows: int) -> dict[str, LocalSamp
         return kind(model, build_tokenizer(seed=0), [model.config.vocab_size], new, rows=rows, **options)
 
     on_card = {
-        "fused, with graphs": partial(make, ContinuousSampler, graphs=StepGraphs, fused=True),
-        "with graphs": partial(make, ContinuousSampler, graphs=StepGraphs),
+        "fused, with graphs": make(ContinuousSampler, graphs=StepGraphs, fused=True),
+        "with graphs": make(ContinuousSampler, graphs=StepGraphs),
     }
     return {
-        **{name: made() for name, made in on_card.items() if CUDA},
+        **(on_card if CUDA else {}),
         "continuous": make(ContinuousSampler),
         "generate": make(LocalSampler),
     }

@@ -5,7 +5,7 @@
 #   bash benchmarks/gpu.sh                 the tables go to stdout and to a Markdown file, and as JSON beside it
 #   bash benchmarks/gpu.sh --out FILE.md   ... to this file
 #   bash benchmarks/gpu.sh --tiny          tiny shapes, without a GPU too: tries the script out
-#   bash benchmarks/gpu.sh first           a new kind of card: its tests, the demo and a resume, then its kernels, speed, memory
+#   bash benchmarks/gpu.sh first           a new kind of card: its tests, the demo and a resume, kernels, speed, memory
 #
 # PYTHON chooses the interpreter; OUT, if set, the folder of the files; PARTS, if set, the parts and their seconds.
 set -uo pipefail

@@ -310,7 +310,8 @@ def summary(runs: Runs) -> str:
 def gsm8k_summary(runs: Runs) -> str:
     """Return what README says of GRPO's runs of GSM8K."""
     before, after = ([100 * run["evaluations"][at]["right"] for run in runs.values()] for at in (0, -1))
-    return f"{before[0]:.1f} % right within tags before, {min(after):.0f}-{max(after):.0f} % after ({len(runs)} seeds)"
+    rise = f"{before[0]:.1f} % are right within tags, after training {min(after):.0f}-{max(after):.0f} %"
+    return f"{rise} ({len(runs)} seeds)"
 
 
 def task_row(name: str, runs: Runs) -> dict[str, object]:

@@ -131,39 +131,48 @@ def attend(cache: SharedCache, layer: int, query: Tensor, scoring: Scoring) -> T
     of_prompt = max(16, triton.next_power_of_2(min(64, copies * repeat)))
     blocks = triton.cdiv(copies * repeat, of_prompt)
     prompt_parts, own_parts = triton.cdiv(now.shape.prompt, PART), triton.cdiv(now.shape.own, PART)
+    prompt_tiles = slots * blocks * prompt_parts
     outs = query.new_empty(rows, heads, prompt_parts + own_parts, size, dtype=torch.float32)
     sums = query.new_empty(rows, heads, prompt_parts + own_parts, dtype=torch.float32)
     slot_of, copy_of = now.cells
-    of_rows = {"slot_of": slot_of, "copy_of": copy_of, "prompts": now.prompts, "places": now.places}
-    sizes = {"copies": copies, "prompt_parts": prompt_parts, "own_parts": own_parts}
-    of_rows |= {"rows_of": now.rows_of}
-    known = {"SIZE": size, "WIDTH": width, "PART": PART}
-    _attend[(slots * blocks * prompt_parts + rows * own_parts, kv_heads)](
+    # Both kernels take these.
+    shared = {
+        "slot_of": slot_of,
+        "copy_of": copy_of,
+        "prompts": now.prompts,
+        "places": now.places,
+        "rows_of": now.rows_of,
+        "copies": copies,
+        "prompt_parts": prompt_parts,
+        "own_parts": own_parts,
+        "SIZE": size,
+        "WIDTH": width,
+        "PART": PART,
+    }
+    _attend[(prompt_tiles + rows * own_parts, kv_heads)](
         query=query,
         **kept._asdict(),
-        **of_rows,
         outs=outs,
         sums=sums,
         rows=rows,
-        **sizes,
         prompt_room=cache.prompt_room,
         own_room=cache.room,
-        prompt_tiles=slots * blocks * prompt_parts,
+        prompt_tiles=prompt_tiles,
         blocks=blocks,
         SCALING=scoring.scaling,
         SOFTCAP=scoring.softcap or 0.0,
         WINDOW=scoring.window or 0,
         REPEAT=repeat,
-        **known,
         TOKENS=max(16, 64 * 128 * 2 // (width * query.element_size())),
         OF_PROMPT=of_prompt,
         OF_ROW=max(16, triton.next_power_of_2(repeat)),
         PRECISION=precision(query),
         num_warps=4,
         num_stages=2,
+        **shared,
     )
     out = torch.empty_like(query)
-    _join[(rows, heads)](outs=outs, sums=sums, out=out, **of_rows, **sizes, **known, num_warps=1)
+    _join[(rows, heads)](outs=outs, sums=sums, out=out, num_warps=1, **shared)
     return out.flatten(1)
 
 

@@ -41,15 +41,16 @@ class _FusedLayer:
             self.head_norms = HeadNorms(query=query.weight, key=key.weight, epsilon=query.variance_epsilon)
         self._projections = attention.q_proj, attention.k_proj, attention.v_proj
         self._gates, self._activation = (mlp.gate_proj, mlp.up_proj), mlp.act_fn
-        self._is_silu = isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
+        self._is_joined = _are_plain(self._projections)
+        self._is_gated = _are_plain(self._gates) and isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
 
     def project(self, states: Tensor) -> tuple[Tensor, ...]:
-        if _are_plain(self._projections):
+        if self._is_joined:
             return project(states, *self._projections)
         return tuple(projection(states) for projection in self._projections)
 
     def gated(self, states: Tensor) -> Tensor:
-        if self._is_silu and _are_plain(self._gates):
+        if self._is_gated:
             return gated(states, *self._gates)
         gate, up = self._gates
         return self._activation(gate(states)) * up(states)

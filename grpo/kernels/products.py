@@ -147,11 +147,8 @@ def _project(
     INNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    block, query_blocks, kept_blocks = (
-        tl.program_id(1),
-        tl.cdiv(query_columns, COLUMNS),
-        tl.cdiv(kept_columns, COLUMNS),
-    )
+    block = tl.program_id(1)
+    query_blocks, kept_blocks = tl.cdiv(query_columns, COLUMNS), tl.cdiv(kept_columns, COLUMNS)
     weight, bias, columns, before = query, query_bias, query_columns, 0
     if block >= query_blocks + kept_blocks:
         block -= query_blocks + kept_blocks

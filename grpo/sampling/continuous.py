@@ -38,7 +38,7 @@ class ContinuousSampler(LocalSampler):
         With `graphs`, StepGraphs or a function that makes one for a device, steps have few shapes, which CUDA records.
         `fused`: by the kernels of grpo/kernels, which `cannot_fuse` (grpo/model/token_pass.py) allows."""
         super().__init__(*arguments, **options)
-        self._graphs, self._fused = graphs, fused
+        self._graphs, self.fused = graphs, fused
         on_cpu = self._model.device.type == "cpu"
         self._look_every = look_every or (1 if on_cpu else LOOK_EVERY)
 
@@ -63,7 +63,7 @@ class ContinuousSampler(LocalSampler):
             is_greedy=order.names is None,
             ends=self.eos_token_ids,
             graphs=self._graphs(self._model.device) if self._graphs else None,
-            fused=self._fused,
+            fused=self.fused,
             vision=self._vision,
             **sizes,
         )

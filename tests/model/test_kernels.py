@@ -330,10 +330,10 @@ def test_kernels_that_are_wrong_or_do_not_build_are_not_used(kernels, dtype, tok
         chosen = make_sampler(model, tokenizer, 3, packs=True)
     lines = [line for line in caplog.messages if "fused" in line]
     if kernels == "right":
-        assert chosen._fused
+        assert chosen.fused
         assert lines == []
         return
-    assert not chosen._fused
+    assert not chosen.fused
     (line,) = lines
     assert line.startswith("sampling goes a slower way, without fused kernels: Qwen2ForCausalLM")
     assert ("Hardware limit" in line) == (kernels == "not built")
