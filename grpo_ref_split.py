@@ -96,7 +96,7 @@ def optimize(run: Run) -> None:
                 clock,
                 beta=progress.beta,
                 entropy_coef=applied_entropy_coef(progress.entropy_coef, progress.entropy, config),
-                requests=run.rounds.requests,
+                scorers=run.rounds.scorers,
             )
         if run.reference_is_due(step):
             with clock("publish_ref"), record.raised_later(lost):

@@ -81,9 +81,7 @@ def make_samples(prompts: int, seed: int) -> list[Sample]:
 
 
 def update(engine, batcher, samples: list[Sample], config: TrainerConfig):
-    return grpo.trainer.step.update(
-        engine, samples, config, batcher, PhaseClock(), beta=config.beta, entropy_coef=0.0, requests={}
-    )
+    return grpo.trainer.step.update(engine, samples, config, batcher, PhaseClock(), beta=config.beta, entropy_coef=0.0)
 
 
 def steps_with_every_file(make, folder: Path) -> dict:
@@ -200,7 +198,7 @@ def ratios(make, dataset: str) -> dict:
                 batcher=batcher,
                 stream=stream,
                 rewarder=rewards,
-                client=None,
+                scorers=[],
                 reference=reference,
             )
             apart, from_reference = [], []

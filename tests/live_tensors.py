@@ -123,7 +123,7 @@ def run(case: dict, folder: str) -> dict:
                 for prompt in prompts
                 for _ in range(8)
             ]
-            update(watched, sequences, config, batcher, PhaseClock(), beta=0.0, entropy_coef=0.0, requests={})
+            update(watched, sequences, config, batcher, PhaseClock(), beta=0.0, entropy_coef=0.0)
         peaks |= {**watched.peaks, "standing": live.now}
     counted = on_meta(shape, dtype).eval()
     if config.gradient_checkpointing:

@@ -32,7 +32,7 @@ from grpo.algorithm.advantages import group_advantages
 from grpo.config.command_line import parse_arguments
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.records import Example, Group, Rollout, Sample
+from grpo.data.records import Example, Group, Rollout, Sample, make_samples
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
@@ -42,7 +42,6 @@ from grpo.run.metrics import PhaseClock, Stats, add_stats
 from grpo.trainer import deepspeed_engine
 from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks, start_engine
 from grpo.trainer.policy import make_trainable
-from grpo.trainer.round import make_samples
 from grpo.trainer.step import update
 from grpo.wire.agent_runs import Branch
 from grpo.wire.picture_files import PicturedPrompt
@@ -64,7 +63,6 @@ def step(engine, samples: list[Sample], config: TrainerConfig, batcher: Batcher)
         PhaseClock(),
         beta=config.beta,
         entropy_coef=config.entropy_coef,
-        requests={},
     )
     total: dict[str, Stats] = {}
     for of_rank in gather(stats):

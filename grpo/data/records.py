@@ -134,6 +134,30 @@ class Sample:
         return values if self.drawn is None else values[self.drawn]
 
 
+def make_samples(group: Group) -> list[Sample]:
+    """Make a sample of each completion that is trained on; of an agent's episode one of each branch."""
+    samples = []
+    for place, rollout in enumerate(group.trained.values()):
+        if rollout.branches is None:
+            made = [_make_sample(group.example.prompt_ids, rollout, rollout.finished)]
+        else:
+            made = [_make_sample(branch.prompt_ids, branch, rollout.finished) for branch in rollout.branches]
+            tokens = sum(sample.tokens for sample in made)
+            for number, sample in enumerate(made):
+                sample.branch, sample.tokens_of_episode = number, tokens
+        for sample in made:
+            sample.group_id, sample.place = group.id, place
+        samples += made
+    return samples
+
+
+def _make_sample(prompt_ids: list[int] | PicturedPrompt, sequence: Rollout | Branch, finished: bool) -> Sample:
+    sample = Sample(prompt_ids=prompt_ids, completion_ids=sequence.completion_ids, finished=finished)
+    sample.drawn = None if sequence.drawn is None else np.asarray(sequence.drawn, bool)
+    sample.sampling_logprobs = sample.of_drawn(np.asarray(sequence.sampling_logprobs, np.float32))
+    return sample
+
+
 def rewards_by_name(functions: Sequence[str], rewards: Sequence[float]) -> dict[str, float]:
     """Return what each of several reward functions gives a completion; of a single one it is the reward."""
     if len(functions) < 2:

@@ -254,5 +254,5 @@ def finish(run: Run) -> None:
             )
     run.ranks.watchdog.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
-    if run.rounds.client is not None:
-        run.rounds.client.close()
+    for scorer in run.rounds.scorers:
+        scorer.close()

@@ -5,7 +5,7 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 (grpo/trainer/step.py), which packs them with `Batcher.make` and gives their log-probs to `grpo_loss`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -17,20 +17,18 @@ from transformers import PreTrainedModel
 
 from grpo.algorithm.advantages import advantages, groups_with_signal, most_varied, total_rewards
 from grpo.algorithm.loss import kl_divergence
-from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import AdaptiveStream, PromptStream
-from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
+from grpo.data.records import Example, Group, Rollout, Sample, StepBatch, make_samples
 from grpo.model.lora import LocalReference
-from grpo.model.packing import Batcher, Ids
+from grpo.model.packing import Batcher
 from grpo.rewards.functions import Logged, TrainerState
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.sampler import Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together
-from grpo.trainer.step import ReferenceRequests, futures_of, policy_logprobs, split_masked, wait_together
-from grpo.wire.agent_runs import Branch
-from grpo.wire.picture_files import key_of
+from grpo.trainer.server_scores import ServerScores
+from grpo.trainer.step import policy_logprobs, split_masked
 
 
 @dataclass(kw_only=True)
@@ -43,7 +41,7 @@ class Rounds:
     batcher: Batcher
     stream: PromptStream
     rewarder: Rewarder
-    client: ReferenceClient | None  # None without servers
+    scorers: Sequence[ServerScores]  # the servers that are asked about completions
     reference: LocalReference | None  # None unless the policy itself is the reference
     weights_to_draw: Callable[[], AbstractContextManager] = nullcontext  # in which the sampler has the whole model
     logged: dict[str, list[float]] = field(default_factory=dict)  # what log_metric was given, until a step has taken it
@@ -51,7 +49,6 @@ class Rounds:
     def __post_init__(self) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._weights = self.rewarder.weights
-        self.requests: ReferenceRequests = {}  # of the round, by group id
 
     def collect(self, number: int, *, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. Return the batch of each of its
@@ -59,7 +56,9 @@ class Rounds:
         config = self.config
         steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
         examples, ids = self.stream.groups_of(steps, self._rank, self._world_size)
-        self._state, self._clock, self.requests = TrainerState(updates, config.max_steps), clock, {}
+        self._state, self._clock = TrainerState(updates, config.max_steps), clock
+        for scorer in self.scorers:
+            scorer.forget()
         with clock("generate"):
             self.sampler.update_weights(updates)
         with fail_together(), self.weights_to_draw():
@@ -77,8 +76,7 @@ class Rounds:
             chosen = most_varied(total_rewards(by_function, self._weights), config.num_generations)
             groups = [replace(group, chosen=row) for group, row in zip(groups, chosen.tolist(), strict=True)]
             compared_rewards = by_function.gather(2, chosen.expand(len(by_function), -1, -1))
-            if self.client is not None:
-                self._ask(groups)
+            self._ask(groups)
 
         by_group = [make_samples(group) for group in groups]
         samples_by_step = [[*chain(*by_group[begin : begin + share])] for begin in range(0, len(groups), share)]
@@ -132,29 +130,9 @@ class Rounds:
             sample.advantage = of_completions[cell]
         return share_of_rank
 
-    def ask_again(self, batches: list[StepBatch]) -> None:
-        """Ask the reference about the groups of a resumed run's batches that had no answer when the run was saved."""
-        for batch in batches if self.client is not None else []:
-            unanswered = {sample.group_id for sample in batch.samples if sample.ref_logprobs is None}
-            self._ask([group for group in batch.groups if group.id in unanswered])
-
     def _ask(self, groups: list[Group]) -> None:
-        """Ask the reference about groups: about all sequences of a group with one prompt together."""
-        by_group = [_by_prompt(make_samples(group)) for group in groups]
-        asked = [
-            (f"group {group.id}", of_prompt[0].prompt_ids, [sample.completion_ids for sample in of_prompt])
-            for group, prompts in zip(groups, by_group, strict=True)
-            for of_prompt in prompts
-        ]
-        futures = iter(self.client.request_groups(asked))
-        for group, prompts in zip(groups, by_group, strict=True):
-            if all(rollout.branches is None for rollout in group.trained.values()):
-                self.requests[group.id] = next(futures)  # they have one prompt
-                continue
-            self.requests[group.id] = answers = {}
-            for of_prompt in prompts:
-                answer = next(futures)
-                answers |= {(sample.place, sample.branch): (answer, row) for row, sample in enumerate(of_prompt)}
+        for scorer in self.scorers:
+            scorer.ask(groups)
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
         """Draw a group for each example. Ask the reference about groups as they end, together in one request."""
@@ -166,7 +144,7 @@ class Rounds:
             self._ask(groups)
 
         config = self.config
-        on_groups = ask if self.client is not None and config.num_draws is None else None
+        on_groups = ask if self.scorers and config.num_draws is None else None
         seed = config.seed + (attempt << 32)  # a replacement has its group's id, so it is drawn with another seed
         sampled = self.sampler.sample(
             examples, config.draws, config.temperature, seed=seed, on_groups=on_groups, ids=ids
@@ -215,8 +193,8 @@ class Rounds:
             replaced += on_all_ranks
             ids = [groups[row].id for row in rows]
             for group_id in ids:
-                for request in futures_of(self.requests.pop(group_id, {})):
-                    request.cancel()
+                for scorer in self.scorers:
+                    scorer.cancel(group_id)
             with fail_together(), self.weights_to_draw():
                 with self._clock("generate"):
                     places = [group_id - first_step * config.prompts_per_step for group_id in ids]
@@ -240,41 +218,10 @@ class Rounds:
 
     def _kl(self, samples: list[Sample]) -> list[float]:
         """Return the KL of each sample. Raises ServersLost on every rank without an answer."""
-        with self._clock("wait_ref"):
-            wait_together(samples, self.requests)
+        for scorer in self.scorers:
+            with self._clock(scorer.phase):
+                scorer.wait_together(samples)
         return [summed_kl(sample, self.config.kl_estimator).item() for sample in samples]
-
-
-def make_samples(group: Group) -> list[Sample]:
-    """Make a sample of each completion that is trained on; of an agent's episode one of each branch."""
-    samples = []
-    for place, rollout in enumerate(group.trained.values()):
-        if rollout.branches is None:
-            made = [_make_sample(group.example.prompt_ids, rollout, rollout.finished)]
-        else:
-            made = [_make_sample(branch.prompt_ids, branch, rollout.finished) for branch in rollout.branches]
-            tokens = sum(sample.tokens for sample in made)
-            for number, sample in enumerate(made):
-                sample.branch, sample.tokens_of_episode = number, tokens
-        for sample in made:
-            sample.group_id, sample.place = group.id, place
-        samples += made
-    return samples
-
-
-def _make_sample(prompt_ids: Ids, sequence: Rollout | Branch, finished: bool) -> Sample:
-    sample = Sample(prompt_ids=prompt_ids, completion_ids=sequence.completion_ids, finished=finished)
-    sample.drawn = None if sequence.drawn is None else np.asarray(sequence.drawn, bool)
-    sample.sampling_logprobs = sample.of_drawn(np.asarray(sequence.sampling_logprobs, np.float32))
-    return sample
-
-
-def _by_prompt(samples: list[Sample]) -> list[list[Sample]]:
-    """Group the samples of equal prompts, in order of first appearance."""
-    groups: dict[bytes, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(key_of(sample.prompt_ids), []).append(sample)
-    return [*groups.values()]
 
 
 def summed_kl(sample: Sample, estimator: str) -> torch.Tensor:

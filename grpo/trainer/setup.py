@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from grpo.client.reference import ReferenceClient, TaskClient, check_reference
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import StepBatch
 from grpo.model.lora import LocalReference
@@ -37,6 +35,7 @@ from grpo.trainer.publish_policy import PolicyCopy, PolicyPublisher, PoolRun
 from grpo.trainer.publish_reference import WeightPublisher, has_begun
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
+from grpo.trainer.servers import Servers, stopped_together
 from grpo.wire.health import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -84,19 +83,18 @@ def set_up(
     """Reach the servers, load the policy, start its engine, and continue from a checkpoint. Raises ConfigError."""
     description = _describe_run(config, inputs, ranks.size, checkpoint)
     any_version = config.ref_update_steps > 0 and (checkpoint is not None or has_begun(folder))
-    client, reference = _reach_reference(config, folder, any_version)
+    servers = Servers.reach(config, folder.name, any_version)
     pool = connect(config) if config.pool else None
     started, _ = start_rewards(inputs.reward_funcs, config, ranks.device, folder.name)
-    stopping = _stopped_together([client, *started.values()])
+    stopping = stopped_together([*servers.clients, *started.values()])
 
     model, policy_info = load_policy(config, inputs, ranks.device)
-    if client is not None:
-        check_reference(config, policy_info, reference, any_version=any_version, has_pictures=bool(inputs.pictured))
+    servers.check(policy_info, has_pictures=bool(inputs.pictured))
     local_reference = _make_trainable(config, inputs, model)
     engine, schedule, batcher, sampler = _start_engine(config, inputs, ranks, folder, model, is_new=checkpoint is None)
 
     on_first(ranks.rank, partial(make_run_folder, config, folder))
-    checkpoints = _checkpoints(inputs, ranks, folder, description, policy=policy_info, reference=reference)
+    checkpoints = _checkpoints(inputs, ranks, folder, description, policy=policy_info, reference=servers.reference)
     workers = _pool_sampler(inputs, ranks, checkpoints, pool, model=engine.module, batcher=batcher, stopping=stopping)
     rounds = Rounds(
         config=config,
@@ -105,12 +103,14 @@ def set_up(
         batcher=share_rows(batcher, engine.module, config.sequence_parallel_size),
         stream=inputs.stream,
         rewarder=Rewarder(inputs.rewards, started, config),
-        client=client,
+        scorers=servers.scorers,
         reference=local_reference,
         weights_to_draw=partial(whole_weights, engine) if workers is None else nullcontext,
     )
-    publisher = _publisher(config, inputs, ranks, client=client, model=model, policy=policy_info, folder=folder)
-    progress = _begin(checkpoints, checkpoint, engine=engine, rounds=rounds, publisher=publisher, reference=reference)
+    publisher = _publisher(config, inputs, ranks, servers=servers, model=model, policy=policy_info, folder=folder)
+    progress = _begin(
+        checkpoints, checkpoint, engine=engine, rounds=rounds, publisher=publisher, reference=servers.reference
+    )
     return Run(
         config=config,
         ranks=ranks,
@@ -127,15 +127,6 @@ def set_up(
         stop=StopSignals(launcher, stopping, folder),
         recorder=_start_record(config, ranks, inputs, folder, progress, is_resumed=checkpoint is not None),
     )
-
-
-def _stopped_together(clients: Iterable[Any]) -> threading.Event:
-    """Return the event that says that the run is asked to stop, which those that are clients of servers look at."""
-    stopping = threading.Event()
-    for client in clients:
-        if isinstance(client, TaskClient):
-            client.balancer.stopping = stopping
-    return stopping
 
 
 def _make_trainable(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> LocalReference | None:
@@ -192,7 +183,7 @@ def _publisher(
     inputs: Inputs,
     ranks: Ranks,
     *,
-    client: ReferenceClient | None,
+    servers: Servers,
     model: PreTrainedModel,
     policy: ModelInfo,
     folder: Path,
@@ -201,7 +192,7 @@ def _publisher(
         return None
     return WeightPublisher(
         config=config,
-        client=client,
+        client=servers.reference_client,
         model=model,
         tokenizer=inputs.tokenizer,
         policy=policy,
@@ -231,7 +222,8 @@ def _begin(
         rounds.stream.signals = progress.signals
         if publisher is not None:
             publisher.resume(progress.ref_step, progress.reference)
-    rounds.ask_again(progress.batches)
+    for scorer in rounds.scorers:
+        scorer.ask_again(progress.batches)
     return progress
 
 
@@ -288,18 +280,6 @@ def _pool_sampler(
         prompts=inputs.stream,
         ranks=ranks,
     )
-
-
-def _reach_reference(
-    config: TrainerConfig, folder: Path, any_version: bool
-) -> tuple[ReferenceClient | None, ModelInfo | None]:
-    """Return the client of the reference servers and their model, once they answer; None and None without servers."""
-    if config.beta == 0 or config.ref != "server":
-        log.info("%s no reference server", "beta is 0: no KL term," if config.beta == 0 else f"ref is {config.ref}:")
-        return None, None
-    # Every rank asks: each keeps the fingerprint that all later answers must bear.
-    client = ReferenceClient(config, folder.name)
-    return client, client.wait_ready(any_version)
 
 
 def _start_record(

@@ -4,7 +4,6 @@ part in any number here."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +22,10 @@ from grpo.model.logprobs import router_logits, token_logprobs, with_router_logit
 from grpo.model.packing import Batch, Batcher, Ids
 from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import PhaseClock, Stats, add_stats
+from grpo.trainer.server_scores import ServerScores
 from grpo.wire.picture_files import pictures_of
 
 DRIFT = "drift/"  # before a group's id: each token's distance of the sampler's log-prob from the policy's
-Answer = Future[list[np.ndarray]]  # the float32 log-probs of each completion of a prompt
-AnswersOfBranches = dict[tuple[int, int | None], tuple[Answer, int]]  # by Sample.place and .branch, with its row there
-ReferenceRequests = dict[int, Answer | AnswersOfBranches]
-"""The requests to the reference servers, by group id. A group of episodes has one for each prompt of its branches."""
 
 
 def update(
@@ -41,20 +37,20 @@ def update(
     *,
     beta: float,
     entropy_coef: float,
-    requests: ReferenceRequests,
+    scorers: Sequence[ServerScores] = (),
 ) -> dict[str, Stats]:
     """Do one optimizer step on this rank's samples and return this rank's stats by name. All ranks call it together.
 
-    The gradient is that of the loss over the whole step. Samples without reference log-probs take them from the answers
-    to `requests`. Samples that are trained on again keep the policy's log-probs before this step as `old_logprobs`.
-    A step whose loss or gradient is not finite changes no weight on any rank: see `engine.was_step_applied()`. If every
-    completion of every rank is masked, the engine is not called, and the stats have no "loss". Raises ServersLost on
-    every rank, with the weights unchanged, if the reference did not answer a request.
+    The gradient is that of the loss over the whole step. Samples without reference log-probs take them from `scorers`,
+    the servers that were asked. Samples that are trained on again keep the policy's log-probs before this step as
+    `old_logprobs`. A step whose loss or gradient is not finite changes no weight on any rank: see
+    `engine.was_step_applied()`. If every completion of every rank is masked, the engine is not called, and the stats
+    have no "loss". Raises ServersLost on every rank, with the weights unchanged, if a server did not answer a request.
     """
     samples, _ = split_masked(samples, config)
-    if batcher.ranks is not None and config.beta > 0:  # each of them needs the others' log-probs
-        with clock("wait_ref"):
-            wait_together(samples, requests)
+    for scorer in scorers if batcher.ranks is not None else ():  # each of them needs the others' log-probs
+        with clock(scorer.phase):
+            scorer.wait_together(samples)
     high_entropy = _high_entropy(engine.module, samples, config, batcher, clock)
     samples, _ = _of_row_ranks(samples, batcher)
     micro_batches = batcher.cut(_sequences(samples), config.micro_batch_tokens)
@@ -74,7 +70,7 @@ def update(
         clock=clock,
         beta=beta,
         entropy_coef=entropy_coef,
-        requests=requests,
+        scorers=scorers,
         size=size,
         chosen=chosen,
     )
@@ -105,7 +101,7 @@ class _Step:
     clock: PhaseClock
     beta: float
     entropy_coef: float
-    requests: ReferenceRequests
+    scorers: Sequence[ServerScores]
     size: StepSize
     chosen: torch.Tensor | None  # how many of the step's tokens chose each expert; None without a balance loss
     lost: ServerError | None = None
@@ -165,7 +161,7 @@ class _Step:
             logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
         else:
             logprobs, entropy, routers = with_router_logits(model, batch, temperature)
-        reference = _joined(self._reference(rows), device)
+        self._wait(rows)
         tokens = Tokens(
             lengths=lengths,
             completion_lengths=of_completions,
@@ -173,23 +169,28 @@ class _Step:
             logprobs=logprobs,
             entropy=entropy,
             old_logprobs=old_logprobs,
-            ref_logprobs=reference,
+            ref_logprobs=self._reference(rows) if self.config.beta > 0 else None,
             sampling_logprobs=sampling_logprobs,
             high_entropy=high,
         )
         return tokens, routers
 
-    def _reference(self, rows: list[Sample]) -> list[np.ndarray] | None:
-        """Return the reference's log-probs, zeros after a failed request: all ranks raise after the last collective."""
-        if self.config.beta == 0:
-            return None
-        with self.clock("wait_ref"):
-            try:
-                wait_for_reference(rows, self.requests)
-                return [sample.ref_logprobs for sample in rows]
-            except ServerError as error:
-                self.lost = error
-                return [np.zeros(sample.tokens, np.float32) for sample in rows]
+    def _wait(self, rows: list[Sample]) -> None:
+        """Wait for what servers say of the samples. After a failed request they stay without: all ranks raise its error
+        after the last collective."""
+        for scorer in self.scorers:
+            with self.clock(scorer.phase):
+                try:
+                    scorer.wait(rows)
+                except ServerError as error:
+                    self.lost = error
+
+    def _reference(self, rows: list[Sample]) -> torch.Tensor:
+        """Return the reference's log-probs, zeros where they are lost."""
+        known = [sample.ref_logprobs for sample in rows]
+        lost = [np.zeros(sample.tokens, np.float32) for sample in rows]
+        values = [zeros if of is None else of for of, zeros in zip(known, lost, strict=True)]
+        return _joined(values, self.engine.module.device)
 
     def stats(self) -> dict[str, Stats]:
         """Return this rank's stats by name, with a pool also each group's distance of the sampler from the policy."""
@@ -207,31 +208,6 @@ class _Step:
         """Yield each sample with its tokens' values. `parts` are those of the micro-batches."""
         values = torch.cat(parts).cpu().split([sample.tokens for sample in self.trained])
         return zip(self.trained, values, strict=True)
-
-
-def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
-    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered, but those of the
-    tokens of answers. Raises ServerError if a request failed; its samples stay as they are."""
-    for sample in samples:
-        if sample.ref_logprobs is None:
-            asked = requests[sample.group_id]
-            answer, row = asked[sample.place, sample.branch] if isinstance(asked, dict) else (asked, sample.place)
-            sample.ref_logprobs = sample.of_drawn(answer.result()[row])
-
-
-def futures_of(asked: Answer | AnswersOfBranches) -> list[Answer]:
-    """Return the requests for a group."""
-    return [answer for answer, _ in asked.values()] if isinstance(asked, dict) else [asked]
-
-
-def wait_together(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
-    """Do so on all ranks. Raises ServersLost on every rank if a request of any failed."""
-    lost = None
-    try:
-        wait_for_reference(samples, requests)
-    except ServerError as error:
-        lost = error
-    raise_together(lost, ServersLost)
 
 
 def split_masked(samples: Sequence[Sample], config: LossSection) -> tuple[list[Sample], list[Sample]]:

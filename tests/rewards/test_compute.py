@@ -24,12 +24,11 @@ from conftest import REPOSITORY, UNKNOWN_HINT
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import check_reward_columns
-from grpo.data.records import Example, Group, Outcome, Rollout, StepBatch
+from grpo.data.records import Example, Group, Outcome, Rollout, StepBatch, make_samples
 from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
 from grpo.rewards.functions import RECORDED, Logged
 from grpo.run.exit import exit_code
 from grpo.run.run_folder import to_json
-from grpo.trainer.round import make_samples
 from grpo.wire.picture_files import PicturedPrompt
 from reward import correctness_reward, format_reward
 

@@ -4,7 +4,6 @@ What they weigh in a step's gradient is in test_step.py, and in tests/algorithm/
 """
 
 import random
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from models import distance
 from rounding import GRADIENT, assert_rounded
 from servers import open_client
 from step_worker import episodes
+from told import of_reference
 
 from grpo.algorithm.loss import grpo_loss
 from grpo.algorithm.loss_types import StepSize, Tokens
@@ -23,14 +23,14 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.loss_settings import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
-from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
+from grpo.data.records import Example, Group, Rollout, Sample, StepBatch, make_samples
 from grpo.model.logprobs import token_logprobs
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.metrics import PhaseClock, add_stats, step_metrics
 from grpo.trainer.rewarding import Rewarder
-from grpo.trainer.round import Rounds, make_samples
-from grpo.trainer.step import futures_of, wait_for_reference
+from grpo.trainer.round import Rounds
+from grpo.trainer.server_scores import ServerScores
 from grpo.trainer.step_result import stats_of_completions, tokens_of_completions
 from grpo.wire.agent_runs import Branch
 
@@ -135,17 +135,20 @@ def test_a_batch_is_cut_by_groups_and_its_lines_have_their_episodes_advantage():
 
 def test_answers_of_several_prompts_reach_their_branches():
     made = make_samples(group())
-    first, second, lost = Future(), Future(), Future()
-    first.set_result([np.float32([-1, -2, NAN, -3]), np.float32([NAN, NAN, NAN, -4, -5]), np.float32([-7, -8])])
-    second.set_result([np.float32([-6]), np.float32([-9])])
-    lost.set_exception(ValueError("lost"))
-    asked = {(0, 0): (first, 0), (0, 1): (first, 1), (2, None): (first, 2), (0, 2): (second, 0), (3, 0): (second, 1)}
-    wait_for_reference(made[::-1], {3: asked})
+    first = [np.float32([-1, -2, NAN, -3]), np.float32([NAN, NAN, NAN, -4, -5]), np.float32([-7, -8])]
+    second = [np.float32([-6]), np.float32([-9])]
+    scorer = of_reference(first, second)
+    scorer.ask([group()])
+    assert [(prompt, len(completions)) for _, prompt, completions in scorer.client.asked] == [
+        ([5, 6], 3),
+        ([5, 6, 7], 2),
+    ]
+    scorer.wait(made[::-1])
     assert [sample.ref_logprobs.tolist() for sample in made] == [[-1, -2, -3], [-4, -5], [-6], [-7, -8], [-9]]
-    assert {*futures_of(asked)} == {first, second} and futures_of(first) == [first] and futures_of({}) == []
-    again = make_samples(group())
+    again, scorer = make_samples(group()), of_reference(first, ValueError("lost"))
+    scorer.ask([group()])
     with pytest.raises(ValueError, match="lost"):
-        wait_for_reference(again, {3: asked | {(0, 2): (lost, 0)}})
+        scorer.wait(again)
     assert [sample.ref_logprobs is not None for sample in again] == [True, True, False, False, False]
 
 
@@ -263,7 +266,7 @@ def test_a_round_of_episodes_asks_a_real_reference_about_all_branches(server, mo
             batcher=make_batcher(policy, 0),
             stream=PromptStream([replace(EXAMPLE, index=index) for index in range(9)], 2, config.seed),
             rewarder=Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu"))[0], config),
-            client=client,
+            scorers=[ServerScores(client, "ref_logprobs", phase="wait_ref")],
             reference=None,
         )
         batches, replaced = rounds.collect(0, updates=0, beta=0.3, clock=PhaseClock())
@@ -272,10 +275,11 @@ def test_a_round_of_episodes_asks_a_real_reference_about_all_branches(server, mo
         for batch in batches:
             for sample in batch.samples:
                 sample.ref_logprobs = None
-        rounds.requests = {}
-        rounds.ask_again(batches)
+        (scorer,) = rounds.scorers
+        scorer.forget()
+        scorer.ask_again(batches)
         for batch in batches:
-            wait_for_reference(batch.samples, rounds.requests)
+            scorer.wait(batch.samples)
     again = [sample.ref_logprobs for batch in batches for sample in batch.samples]
     assert_rounded(np.concatenate(again), np.concatenate(answered))
 

@@ -1,15 +1,14 @@
 """What the update is given of completions, and what a step counts of them, over all ranks."""
 
 import math
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from told import of_reference
 
-from grpo.data.records import Example, Group, Outcome, Rollout, Sample
+from grpo.data.records import Example, Group, Outcome, Rollout, Sample, make_samples
 from grpo.run.metrics import add_stats, step_metrics
-from grpo.trainer.round import make_samples, summed_kl
-from grpo.trainer.step import wait_for_reference
+from grpo.trainer.round import summed_kl
 from grpo.trainer.step_result import failure_frequency, stats_of_completions
 
 DRAWN = [True, True, False, False, True, False, True]
@@ -43,12 +42,12 @@ def samples(at_answers: float) -> list[Sample]:
             outcome=outcome,
         ),
     ]
-    made = make_samples(
-        Group(id=3, example=Example(index=0, prompt="p", prompt_ids=[1, 2], columns={}), rollouts=rollouts)
-    )
-    answer = Future()
-    answer.set_result([np.array(logprobs(-7, -8, -9, -10), np.float32), np.array([-11, -12], np.float32)])
-    wait_for_reference(made, {3: answer})
+    example = Example(index=0, prompt="p", prompt_ids=[1, 2], columns={})
+    group = Group(id=3, example=example, rollouts=rollouts)
+    made = make_samples(group)
+    scorer = of_reference([np.array(logprobs(-7, -8, -9, -10), np.float32), np.array([-11, -12], np.float32)])
+    scorer.ask([group])
+    scorer.wait(made)
     return made
 
 

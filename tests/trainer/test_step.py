@@ -8,7 +8,6 @@ are in these sequences too, and have weight 0.
 import json
 import math
 import random
-from concurrent.futures import Future
 
 import numpy as np
 import oracle
@@ -23,10 +22,8 @@ from trainer_runs import run_ranks
 from transformers import AutoModelForCausalLM
 
 from grpo.algorithm.loss import DISTANCE
-from grpo.client.server_errors import ServerError
 from grpo.config.loss_settings import LossSection
 from grpo.data.records import Sample
-from grpo.trainer.step import wait_for_reference
 
 TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them
 BETA = 0.3
@@ -372,23 +369,3 @@ def test_a_step_that_teaches_nothing_changes_nothing_and_leaves_no_trace(model_f
     results = run(ranks, model_folder, tmp_path, [worker_case(number, ranks) | kind for number, kind in cases])
     for (number, _), result in zip(cases, results, strict=True):
         check(number, result, *expected(number))
-
-
-def test_waiting_for_the_reference_fills_the_samples_that_lack_its_logprobs():
-    def logprobs(value: float) -> np.ndarray:
-        return np.full(2, value, np.float32)
-
-    samples = [
-        Sample(prompt_ids=[1], completion_ids=[2, 3], finished=True, group_id=group, place=place)
-        for group in (4, 7)
-        for place in (0, 1)
-    ]
-    samples[0].ref_logprobs = known = logprobs(-9.0)
-    requests = {4: Future(), 7: Future()}
-    requests[4].set_result([logprobs(-1.0), logprobs(-2.0)])
-    requests[7].set_exception(ServerError("no answer"))
-    with pytest.raises(ServerError, match="no answer"):
-        wait_for_reference([samples[1], samples[0], samples[3], samples[2]], requests)
-    assert samples[0].ref_logprobs is known
-    assert samples[1].ref_logprobs.tolist() == [-2.0, -2.0]
-    assert samples[2].ref_logprobs is samples[3].ref_logprobs is None  # what a resumed run asks for again
