@@ -21,6 +21,13 @@ _VOLATILE = {
 }
 
 
+PROBE = (
+    "Tom has 3.5 apples, 1,234,567 pears and -42 plums:\n\tx = (a+b)**2 # naïve Straße\r\n  don't   WON'T "
+    "日本語 한국어 العربية עברית हिन्दी 🍎👩‍👩‍👧 \u200b∑∫≠ <think></think> http://a.b/c?d=e&f\n\n\nEnd."
+)
+"""text in which tokenizers differ: numbers, blanks, line ends, code, contractions, scripts, joined signs, tags"""
+
+
 def describe(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, processor: PictureProcessor | None = None
 ) -> ModelInfo:
@@ -40,6 +47,7 @@ def describe_without_weights(
     return ModelInfo(
         name=name,
         tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
+        text_fingerprint=fingerprint(_special_tokens(tokenizer), tokenizer.encode(PROBE, add_special_tokens=False)),
         config_fingerprint=fingerprint(_settings(model.config.to_dict())),
         vocab_size=shape_of(model.get_input_embeddings().weight)[0],
         max_length=longest_sequence(model.config) or NO_LIMIT,
@@ -48,6 +56,11 @@ def describe_without_weights(
         quantization=quantization_of(model),
         processor_fingerprint=processor.fingerprint if processor is not None else "",
     )
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, str]]:
+    added = sorted(tokenizer.added_tokens_decoder.items())
+    return [(token_id, token.content) for token_id, token in added if token.special]
 
 
 def fingerprint_with(model: PreTrainedModel, inputs: str, weights: WeightsFile, digest: str) -> str:

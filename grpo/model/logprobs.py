@@ -32,8 +32,18 @@ def token_logprobs(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(token | all tokens before it) of every completion token, and on request the entropy there, in nats.
-    Both are float32 [T] in the order of `batch.targets`, of softmax(logits / temperature), and carry gradients."""
+    Both are float32 [T] in the order of `batch.targets`, of softmax(logits / temperature), and carry gradients. If the
+    batch has `others`, the log-probs are [T, 1 + k], theirs behind the token's own."""
     return _at_head(_body(model, batch), model, batch, temperature, with_entropy)
+
+
+@torch.no_grad()
+def likeliest_tokens(model: nn.Module, batch: Batch, temperature: float, top_k: int, known_ids: int) -> Tensor:
+    """Return float32 [T, 1 + 2 top_k]: each completion token's log-prob, those of the likeliest of the first
+    `known_ids` tokens of the vocabulary, the largest first, and their ids."""
+    likeliest = Likeliest(top_k, known_ids)
+    logprobs, _ = _at_head(_body(model, batch), model, batch, temperature, with_entropy=False, likeliest=likeliest)
+    return torch.cat([logprobs.unsqueeze(1), *likeliest.found()], dim=1)
 
 
 def with_router_logits(model: nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,15 +119,23 @@ def _at_routers(body, batch: Batch) -> Tensor:
 
 
 def _at_head(
-    body, model: nn.Module, batch: Batch, temperature: float, with_entropy: bool
+    body,
+    model: nn.Module,
+    batch: Batch,
+    temperature: float,
+    with_entropy: bool,
+    *,
+    likeliest: Likeliest | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     linear = model.get_output_embeddings()
     hidden = _predicting(body.last_hidden_state, batch).to(linear.weight)  # Mamba's are float32 in any dtype
     targets = batch.targets.to(linear.weight.device)
+    if batch.others is not None:
+        targets = torch.cat([targets.unsqueeze(1), batch.others.to(targets)], dim=1)
 
     def logprobs(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         head = Head.of(model, temperature)
-        return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
+        return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy, likeliest)
 
     # ZeRO-3 has a module's weight in place while the module computes, and before its backward pass.
     with computing(linear, logprobs):
@@ -266,21 +284,58 @@ class Head:
             raise ConfigError(f"{name} {reason}: add it to grpo/model/logprobs.py, or use another model")
 
 
+class Likeliest:
+    """What collects each token's largest logits while blocks of the vocabulary come by."""
+
+    def __init__(self, count: int, known_ids: int):
+        self._count, self._known_ids = count, known_ids
+        self._so_far: tuple[Tensor, Tensor] | None = None  # the rows' largest logits, and their ids
+        self._found: list[tuple[Tensor, Tensor]] = []  # log-probs and ids, of one block of rows after the other
+
+    def add(self, logits: Tensor, block: slice) -> None:
+        """Take in the rows' logits of a block of the vocabulary."""
+        width = min(logits.shape[1], self._known_ids - block.start)
+        if width <= 0:
+            return
+        values, ids = logits[:, :width].topk(min(self._count, width), dim=1)
+        ids += block.start
+        if self._so_far is not None:
+            values, ids = (torch.cat(parts, dim=1) for parts in zip(self._so_far, (values, ids), strict=True))
+            values, places = values.topk(min(self._count, values.shape[1]), dim=1)
+            ids = ids.gather(1, places)
+        self._so_far = values, ids
+
+    def end_rows(self, normaliser: Tensor) -> None:
+        """Keep what the rows have, by the log of the sum of their exponentials, and begin with the next rows."""
+        values, ids = self._so_far
+        self._found.append((values - normaliser.unsqueeze(1), ids))
+        self._so_far = None
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """Return all log-probs and ids, each float32 [T, count]: it has ids exactly below 2^24."""
+        logprobs, ids = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+        return logprobs, ids.float()
+
+
 class _Logprobs(torch.autograd.Function):
-    """Log-probs of the targets, and entropies or None, float32 [T], from hidden states [T, hidden size]. One node of
-    the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time."""
+    """Log-probs of the targets, float32 shaped as these, [T] or [T, n], and entropies [T] or None, from hidden states
+    [T, hidden size]. One node of the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that
+    fires each time."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool):
+    def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool, likeliest: Likeliest | None = None):
         tokens, slices, buffers = head.blocks(hidden)
         logprobs, entropies, normalisers, shares = [], [], [], []
-        for rows, row_targets in zip(hidden.split(tokens), targets.split(tokens), strict=True):
-            of_target = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
+        columns = targets.view(len(targets), -1)
+        for rows, row_targets in zip(hidden.split(tokens), columns.split(tokens), strict=True):
+            of_target = torch.empty(row_targets.shape, dtype=torch.float32, device=hidden.device)
             parts, mean_logits = [], []
             for block in slices:
                 logits = head.logits(rows, block, buffers)
                 place, inside = _places(row_targets, block, logits)
-                of_target = torch.where(inside, logits.gather(1, place).squeeze(1), of_target)
+                of_target = torch.where(inside, logits.gather(1, place), of_target)
+                if likeliest is not None:
+                    likeliest.add(logits, block)
                 # logsumexp in place: another 16 MB beside the block would leave the cache, and fragment the heap.
                 top = logits.amax(1, keepdim=True)
                 below = logits.sub_(top)
@@ -295,7 +350,9 @@ class _Logprobs(torch.autograd.Function):
             block_sums = torch.stack(parts)
             normalisers.append(normaliser := block_sums.logsumexp(0))
             shares.append(block_sums - normaliser)
-            logprobs.append(of_target - normaliser)
+            logprobs.append(of_target - normaliser.unsqueeze(1))
+            if likeliest is not None:
+                likeliest.end_rows(normaliser)
             if with_entropy:
                 # A block's mean logit weighs as much as the block's share of the probability.
                 entropies.append(normaliser - (torch.exp(shares[-1]) * torch.stack(mean_logits)).sum(0))
@@ -305,15 +362,15 @@ class _Logprobs(torch.autograd.Function):
         # A GPU would wait for the host to learn which rows a block needs.
         kept_shares = torch.cat(shares, dim=1) if hidden.device.type == "cpu" else None
         ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalisers), entropy, kept_shares)
-        return torch.cat(logprobs), entropy
+        return torch.cat(logprobs).view(targets.shape), entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient, entropy_gradient):
         hidden, weight, bias, targets, normalisers, entropy, shares = ctx.saved_tensors
         head = ctx.head
-        if gradient is None:
-            gradient = torch.zeros_like(normalisers)
+        targets = targets.view(len(targets), -1)
+        gradient = torch.zeros_like(targets, dtype=torch.float32) if gradient is None else gradient.view(targets.shape)
         tokens, slices, buffers = head.blocks(hidden)
         least = -BITS_KEPT[weight.dtype] * math.log(2) - math.log(len(slices))
         of_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
@@ -324,22 +381,23 @@ class _Logprobs(torch.autograd.Function):
             for number, block in enumerate(slices):
                 chosen = part
                 if shares is not None and entropy_gradient is None:
-                    has_target = (targets[part] >= block.start) & (targets[part] < block.stop)
+                    has_target = ((targets[part] >= block.start) & (targets[part] < block.stop)).any(1)
                     chosen = start + ((shares[number, part] > least) | has_target).nonzero()[:, 0]
-                rows, row_targets, upstream = hidden[chosen], targets[chosen], gradient[chosen].unsqueeze(1)
+                rows, row_targets, upstream = hidden[chosen], targets[chosen], gradient[chosen]
+                of_all = upstream.sum(1, keepdim=True)  # each target's log-prob has the normaliser
                 logits = head.logits(rows, block, buffers)
                 slope = logits - normalisers[chosen].unsqueeze(1)
                 if entropy_gradient is None:
                     # d logprob / d logits = onehot(target) - p, with p = softmax(logits)
-                    slope.exp_().mul_(-upstream)
+                    slope.exp_().mul_(-of_all)
                 else:
                     # d entropy / d logits = -p (log p + entropy)
                     share = slope.exp()
                     of_entropy = entropy_gradient[chosen].unsqueeze(1)
-                    slope.add_(entropy[chosen].unsqueeze(1)).mul_(of_entropy).add_(upstream).mul_(share).neg_()
+                    slope.add_(entropy[chosen].unsqueeze(1)).mul_(of_entropy).add_(of_all).mul_(share).neg_()
                     del share
                 place, inside = _places(row_targets, block, logits)
-                slope.scatter_add_(1, place, torch.where(inside.unsqueeze(1), upstream, 0.0))
+                slope.scatter_add_(1, place, torch.where(inside, upstream, 0.0))
                 slope = head.back_through(slope, logits)
                 if of_bias is not None:
                     of_bias[block] += slope.sum(0)
@@ -348,14 +406,14 @@ class _Logprobs(torch.autograd.Function):
                 if of_weight is not None:
                     of_weight[block].addmm_(slope.t(), rows)
                 del slope
-        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None, None
 
 
 def _places(targets: Tensor, block: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's column in the block, int64 [n, 1], and whether the block contains it, bool [n]."""
+    """Return each target's column in the block, int64 [n, targets], and whether the block contains it, bool."""
     place = targets - block.start
     width = logits.shape[1]
-    return place.clamp(0, width - 1).unsqueeze(1), (place >= 0) & (place < width)
+    return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
 
 def _few_on_cpu(rows: Tensor) -> bool:

@@ -24,7 +24,7 @@ are fed like everything else. With [True, False, True] of the first completion a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,12 +87,17 @@ class Batch:
     predicts: Tensor
     """int64 [T], positions in the flattened input_ids whose hidden states predict the completion tokens"""
     targets: Tensor  # int64 [T], these completion tokens: sequence after sequence, in the order given
+    others: Tensor | None = None  # int64 [T, k], other tokens whose log-probs are wanted there; None for none
     pictures: dict[str, Tensor] = field(default_factory=dict)
     """the model's inputs beside the ids, by name; empty without pictures"""
     not_pieces: Tensor | None = None
     """int64, places in the flattened input_ids of ids that elsewhere stand for a piece of a picture, and are text here:
     a sampler may draw them; None without such ids"""
     parts: RowParts | None = None  # of a part of a row that ranks share: what joins the parts' results
+
+    def with_others(self, others: Tensor) -> Batch:
+        """Return the batch with `others`: int64 [T, k], of all ranks that share rows."""
+        return replace(self, others=others if self.parts is None else self.parts.own(others))
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,11 @@ def sequence_scores(model: PreTrainedModel, texts: list[np.ndarray]) -> np.ndarr
 
 
 def scores_for_queue(
-    model: PreTrainedModel, batcher: Batcher, sequences: list[tuple[np.ndarray, np.ndarray]], temperature: float
+    model: PreTrainedModel,
+    batcher: Batcher,
+    sequences: list[tuple[np.ndarray, np.ndarray]],
+    temperature: float,
+    top_k: int,
 ) -> tuple[list[np.ndarray], int]:
     """Score a batch for the server's Worker: float32 [1] of each sequence, and the tokens of the forward pass."""
     texts = [np.concatenate(sequence) for sequence in sequences]  # only the Worker's probe has a completion

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -61,8 +60,14 @@ class RowParts:
         query, key, value = (_Exchange.apply(states, self.ranks.group, 1, 2) for states in (query, key, value))
         return _Exchange.apply(packed(query, key, value, *more), self.ranks.group, 1, 2)
 
+    def own(self, values: Tensor) -> Tensor:
+        """Return those of all tokens' values, [T, ...], that are of this rank's."""
+        begin = sum(self.counts[: self.ranks.rank])
+        return values[self.places.argsort()[begin : begin + self.counts[self.ranks.rank]]]
+
     def join(self, values: Tensor | None) -> Tensor | None:
-        """Return all tokens' values, [T], of this rank's, on every rank. The gradient goes back through these alone."""
+        """Return all tokens' values, [T, ...], of this rank's, on every rank. The gradient goes back through these
+        alone."""
         return None if values is None else _Join.apply(values, self.counts, self.ranks)[self.places]
 
 
@@ -86,7 +91,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, counts, ranks):
         ctx.begin, ctx.count = sum(counts[: ranks.rank]), len(values)
-        padded = F.pad(values, (0, max(counts) - len(values)))
+        padded = torch.cat([values, values.new_zeros(max(counts) - len(values), *values.shape[1:])])
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=ranks.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

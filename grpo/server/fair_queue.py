@@ -30,7 +30,7 @@ _BUSY_SECONDS = 2  # after which a client that found no room may come back
 class Scores:
     """The result of a request."""
 
-    values: np.ndarray  # float32: the answers of its sequences, end to end
+    values: np.ndarray  # float32: the answers of its sequences, end to end; rows of a table with top_k
     fingerprint: str  # fingerprint of the model that computed them
 
 
@@ -38,7 +38,8 @@ class Job:
     """A request in the queue: its sequences, those that wait, and the answers so far."""
 
     def __init__(self, request: LogprobsRequest, client: str = ""):
-        self.client, self.temperature = client, request.temperature
+        self.client = client
+        self.settings = request.temperature, request.top_k  # a pass has one of each
         self.sequences = request.sequences()
         self.tokens_left = len(request.input_ids)  # tokens of this request that wait or are being scored
         self.parts: deque[deque[int]] = deque()  # the places of sequences that wait, by part
@@ -166,14 +167,14 @@ class FairQueue:
             return [(job, row) for row in job.parts.popleft()]
 
     def _take_shared(self, waiting: dict[str, deque[Job]]) -> Batch:
-        """Take sequences of one temperature from each client in turn, up to the budget, and at least one."""
+        """Take sequences of equal settings from each client in turn, up to the budget, and at least one."""
         batch: Batch = []
-        turns, left, temperature = deque(waiting), self.budget, None
+        turns, left, settings = deque(waiting), self.budget, None
         while turns and left > 0:
             client = turns.popleft()
             job = waiting[client][0]
-            temperature = temperature or job.temperature
-            if job.temperature != temperature:
+            settings = settings or job.settings
+            if job.settings != settings:
                 continue  # for the next pass, whose first turn it will be
             rows = job.parts[0]
             prompt = len(job.sequences[rows[0]][0])

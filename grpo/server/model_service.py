@@ -19,7 +19,7 @@ from grpo.server.http import THREADS
 from grpo.server.monitor import add_up
 from grpo.server.service import Service
 from grpo.wire.health import ModelInfo, ServerInfo
-from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
+from grpo.wire.logprobs import MOST_TOP_K, LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
 from grpo.wire.picture_files import PicturedPrompt, PictureError, pictures_of
 from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.rewards import RewardAnswer
@@ -63,7 +63,7 @@ class ModelService(Service):
 
         config, device = self.config, take_device(local_rank=0)
         load = self._load_reward_model if config.task == "reward" else self._load_reference
-        model, info, batcher, compute = load(device)
+        model, info, batcher, compute, most_top_k = load(device)
         self._watch_cards(model)
         self.queue = FairQueue(
             batcher,
@@ -87,10 +87,16 @@ class ModelService(Service):
                 on_swap=self._describe_update,
             )
         longest = min(config.max_length or info.max_length, info.max_length)
-        self.change_info(status="ready", model=replace(info, max_length=longest), takes_updates=folder is not None)
+        self.change_info(
+            status="ready",
+            model=replace(info, max_length=longest),
+            takes_updates=folder is not None,
+            most_top_k=most_top_k,
+        )
 
     def _load_reference(self, device: torch.device) -> tuple:
-        """Return the reference model, its description, the batcher, and the function that scores with them."""
+        """Return the reference model, its description, the batcher, the function that scores with them, and the largest
+        top_k."""
         from grpo.model.fingerprint import describe
         from grpo.model.load import enough_memory, load_reference, load_tokenizer
         from grpo.model.pictures import load_processor
@@ -104,7 +110,9 @@ class ModelService(Service):
         with enough_memory(config):
             batcher = make_batcher(model, tokenizer.pad_token_id, processor)
         self.pictures = PictureCheck(processor, batcher.vision)
-        return model, info, batcher, completion_logprobs
+        known_ids = min(len(tokenizer), info.vocab_size)
+        compute = partial(completion_logprobs, known_ids=known_ids)
+        return model, info, batcher, compute, min(MOST_TOP_K, known_ids)
 
     def _load_reward_model(self, device: torch.device) -> tuple:
         from grpo.model.reward_model import PADDED, describe_reward, load_reward_model, read_request, scores_for_queue
@@ -112,7 +120,7 @@ class ModelService(Service):
         name = self.config.model_name_or_path
         model, tokenizer = load_reward_model(self.config, "model_name_or_path", name, device)
         self._read_texts = partial(read_request, tokenizer)
-        return model, describe_reward(model, tokenizer, name), PADDED, scores_for_queue
+        return model, describe_reward(model, tokenizer, name), PADDED, scores_for_queue, 0
 
     def _watch_cards(self, model: PreTrainedModel) -> None:
         """Let the monitor show the memory and use of the model's cards."""
@@ -161,6 +169,7 @@ class ModelService(Service):
             max_length=model.max_length,
             max_sequences=MOST_SEQUENCES,
             max_tokens=config.max_request_tokens,
+            max_top_k=self.info.most_top_k,
         )
         with self.thread_of(self.picture_threads) if request.pictures else nullcontext():
             self.pictures.check(request)
@@ -181,7 +190,7 @@ class ModelService(Service):
                 scores=answer.values, model_fingerprint=answer.fingerprint, request_id=request.request_id
             ).to_json()
         return encode_answer(
-            LogprobsAnswer(logprobs=answer.values, model_fingerprint=answer.fingerprint, request_id=request.request_id)
+            LogprobsAnswer.of_table(answer.values, model_fingerprint=answer.fingerprint, request_id=request.request_id)
         )
 
     def held(self) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo.model.devices import is_out_of_memory
-from grpo.model.logprobs import token_logprobs
+from grpo.model.logprobs import likeliest_tokens, token_logprobs
 from grpo.model.packing import Batcher
 from grpo.server.fair_queue import Batch, Exchange, FairQueue, Job
 from grpo.server.monitor import Pass
@@ -20,20 +20,32 @@ from grpo.wire.refusals import ProtocolError
 log = logging.getLogger(__name__)
 
 Sequences = list[tuple[np.ndarray, np.ndarray]]  # (prompt ids, completion ids) of each
-Compute = Callable[[PreTrainedModel, Batcher, Sequences, float], tuple[list[np.ndarray], int]]
-"""(model, batcher, sequences, temperature) -> float32 answers, one array a sequence, and how many tokens were fed"""
+Compute = Callable[[PreTrainedModel, Batcher, Sequences, float, int], tuple[list[np.ndarray], int]]
+"""(model, batcher, sequences, temperature, top_k) -> float32 answers, one array a sequence, and the number of tokens
+that were fed"""
 
 
 def completion_logprobs(
-    model: PreTrainedModel, batcher: Batcher, sequences: Sequences, temperature: float
+    model: PreTrainedModel,
+    batcher: Batcher,
+    sequences: Sequences,
+    temperature: float,
+    top_k: int = 0,
+    *,
+    known_ids: int | None = None,
 ) -> tuple[list[np.ndarray], int]:
-    """Return float32 log-probs of each sequence's completion, from one forward pass, and the tokens that it was fed."""
+    """Return float32 log-probs of each sequence's completion, from one forward pass, and the tokens that it was fed.
+    With `top_k` the rows of LogprobsAnswer.table; the likeliest tokens are of the first `known_ids` of the vocabulary:
+    the head may be wider than the tokenizer's."""
     batch = batcher.make(sequences, model.device)
     if len(batch.targets) == 0:
-        return [np.empty(0, np.float32)] * len(sequences), 0
-    logprobs = token_logprobs(model, batch, temperature)[0].cpu().numpy()
+        return [np.empty((0, 1 + 2 * top_k) if top_k else 0, np.float32)] * len(sequences), 0
+    if top_k:
+        table = likeliest_tokens(model, batch, temperature, top_k, known_ids)
+    else:
+        table, _ = token_logprobs(model, batch, temperature)
     ends = np.cumsum([len(completion) for _, completion in sequences])
-    return np.split(logprobs, ends[:-1]), batch.input_ids.numel()
+    return np.split(table.cpu().numpy(), ends[:-1]), batch.input_ids.numel()
 
 
 class Scorer:
@@ -115,7 +127,7 @@ class Scorer:
             passes = self._batcher.cut(sequences, self._queue.budget)
             if len(passes) > 1:
                 parts += [[part[place] for place in places] for places in passes]
-            elif (answers := self._forward(sequences, part[0][0].temperature)) is not None:
+            elif (answers := self._forward(sequences, *part[0][0].settings)) is not None:
                 for (job, row), answer in zip(part, answers, strict=True):
                     job.answers[row] = answer
             elif len(part) > 1:
@@ -130,11 +142,11 @@ class Scorer:
                 message = f"a sequence of {tokens} tokens does not fit the memory of the server's device"
                 part[0][0].refusal = ProtocolError(507, "out_of_memory", message)
 
-    def _forward(self, sequences: Sequences, temperature: float) -> list[np.ndarray] | None:
+    def _forward(self, sequences: Sequences, temperature: float, top_k: int) -> list[np.ndarray] | None:
         """Return float32 answers, one array a sequence, or None if the memory does not suffice."""
         try:
             began = time.monotonic()
-            answers, fed = self._compute(self._model, self._batcher, sequences, temperature)
+            answers, fed = self._compute(self._model, self._batcher, sequences, temperature, top_k)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -16,6 +16,7 @@ class ModelInfo:
     name: str = ""  # hub id or folder that the model was loaded from
     fingerprint: str = ""  # of configuration, tokenizer and a sample of the weights: equal when the models are
     tokenizer_fingerprint: str = ""  # fingerprint of the vocabulary: equal when token ids mean the same
+    text_fingerprint: str = ""  # of special tokens and a tokenised text: equal when texts become the same ids
     config_fingerprint: str = ""  # of the configuration: models of an equal one can take each other's weights
     vocab_size: int = 0
     max_length: int = 0  # tokens of the longest sequence that the model takes, or that the server allows it
@@ -41,6 +42,7 @@ class ServerInfo:
     model: ModelInfo = field(default_factory=ModelInfo)
     queue_depth: int = 0  # tokens waiting or being scored
     takes_updates: bool = False  # whether a trainer may replace the weights
+    most_top_k: int = 0  # the largest top_k of a request; 0 of another task, or of a program before version 1.2
     task: str = "logprobs"  # the server's task: logprobs, reward (grpo/wire/rewards.py) or rollouts
 
     def to_dict(self) -> dict[str, str | int | bool]:

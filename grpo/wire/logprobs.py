@@ -2,7 +2,8 @@
 
 Requests and answers are safetensors: named, typed, bounds-checked, no pickle. Sequences are sent ragged (concatenated,
 with their lengths), never padded. Pictures (version 1.1) are sent as the files that they are, once for all completions
-of a prompt; a request without them is one of version 1 to the last byte.
+of a prompt. A teacher is asked for the likeliest tokens too (version 1.2). A request without either is one of version 1
+to the last byte.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from grpo.wire.refusals import VERSION, ProtocolError, check_name, check_number,
 from grpo.wire.tensors import int32, read_tensors, uint8
 
 MOST_PICTURES = 256  # most pictures of a request
+MOST_TOP_K = 256  # most likeliest tokens at each position
+MOST_LIKELIEST = 1 << 24  # likeliest tokens of a request: an answer of 128 MiB
 MOST_PIXELS_IN_ALL = 1 << 28  # of a request: four of the largest pictures (grpo/wire/picture_files.py)
 
 _SEQUENCES = ("input_ids", "prompt_lengths", "completion_lengths")
 _PICTURES = ("pictures", "picture_lengths", "picture_counts")
+_LIKELIEST = {"top_logprobs": np.float32, "top_ids": np.int32}  # of an answer to a request with top_k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +42,18 @@ class LogprobsRequest:
     request_id: str = ""
     client: str = ""  # name under which all requests of a client take turns; empty means the sender's address
     pictures: Sequence[tuple[bytes, ...]] = ()  # of each sequence's prompt, encoded; empty without pictures
+    top_k: int = 0  # how many of the likeliest tokens come with each completion token
 
     @classmethod
     def of(
-        cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, *, request_id="", client=""
+        cls,
+        prompt_ids: Sequence[int],
+        completions: list[list[int]],
+        temperature: float,
+        *,
+        request_id="",
+        client="",
+        top_k=0,
     ):
         """Make a request of the completions of one prompt, which may be a PicturedPrompt."""
         count, pictures = len(completions), pictures_of(prompt_ids)
@@ -56,6 +68,7 @@ class LogprobsRequest:
             request_id=request_id,
             client=client,
             pictures=[pictures] * count if pictures else (),
+            top_k=top_k,
         )
 
     @classmethod
@@ -86,30 +99,50 @@ class LogprobsRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobsAnswer:
-    """Log-probs of every completion token of a request."""
+    """Log-probs of every completion token of a request, and with `top_k` the likeliest tokens at its position."""
 
     logprobs: np.ndarray  # float32 [completion_lengths.sum()]: log p(token | all before it), in the order sent
     model_fingerprint: str
     request_id: str = ""
+    top_logprobs: np.ndarray | None = None  # float32 [T, top_k], the largest first; None without top_k
+    top_ids: np.ndarray | None = None  # int32 [T, top_k]
+
+    @classmethod
+    def of_table(cls, table: np.ndarray, **others: str):
+        """Make an answer of `table`."""
+        if table.ndim == 1:
+            return cls(logprobs=table, **others)
+        logprobs, top_logprobs, top_ids = np.split(table, [1, (table.shape[1] + 1) // 2], axis=1)
+        return cls(logprobs=logprobs[:, 0], top_logprobs=top_logprobs, top_ids=top_ids.astype(np.int32), **others)
+
+    @property
+    def table(self) -> np.ndarray:
+        """Return all in one array: float32 [T], or [T, 1 + 2 top_k] of the log-prob, those of the likeliest tokens, and
+        their ids, which float32 has exactly."""
+        if self.top_ids is None:
+            return self.logprobs
+        return np.column_stack([self.logprobs, self.top_logprobs, self.top_ids.astype(np.float32)])
 
 
 def encode_request(request: LogprobsRequest) -> bytes:
     tensors = {name: getattr(request, name) for name in _SEQUENCES} | _encode_pictures(request)
     names = {"request_id": request.request_id, "client": request.client}
+    names |= {"top_k": str(request.top_k)} if request.top_k else {}
     return save(tensors, {"temperature": repr(float(request.temperature)), **names})
 
 
 # A number without a sign, as JSON writes it (RFC 8259, section 6).
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_COUNT = re.compile("0|[1-9][0-9]{0,8}")
 _LOWEST_TEMPERATURE = 1e-6  # lowest temperature; far below it, logits / temperature overflow float32
 
 
 def decode_request(
-    body: bytes, *, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
+    body: bytes, *, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int, max_top_k: int = MOST_TOP_K
 ) -> LogprobsRequest:
     """Read the body of a request, and check it in full; of pictures read only the headers. Raises ProtocolError: 400
-    for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES in all, 422 for a sequence
-    longer than `max_length` tokens or pictures of too many pixels."""
+    for anything malformed, 413 for more than `max_sequences`, `max_tokens`, MOST_PICTURES or MOST_LIKELIEST in all, 422
+    for a sequence longer than `max_length` tokens or pictures of too many pixels."""
     tensors, metadata = read_tensors(body)
     ids, prompts, completions = (int32(tensors, name) for name in _SEQUENCES)
     if unknown := tensors.keys() - {*_SEQUENCES, *_PICTURES}:
@@ -135,13 +168,26 @@ def decode_request(
     temperature = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not (temperature >= _LOWEST_TEMPERATURE and math.isfinite(temperature)):
         raise malformed(f"temperature {text[:40]!r}: send a number of at least {_LOWEST_TEMPERATURE}, such as 1.0")
+    top_k = _read_top_k(metadata.get("top_k", "0"), max_top_k)
+    check_number("top_ids", int(completions.sum(dtype=np.int64)) * top_k, MOST_LIKELIEST)
     names = {name: metadata.get(name, "") for name in ("request_id", "client")}
     for name, text in names.items():
         check_name(name, text)
     request = LogprobsRequest(
-        input_ids=ids, prompt_lengths=prompts, completion_lengths=completions, temperature=temperature, **names
+        input_ids=ids,
+        prompt_lengths=prompts,
+        completion_lengths=completions,
+        temperature=temperature,
+        top_k=top_k,
+        **names,
     )
     return _with_pictures(request, tensors) if tensors.keys() & {*_PICTURES} else request
+
+
+def _read_top_k(text: str, most: int) -> int:
+    if not _COUNT.fullmatch(text) or int(text) > most:
+        raise malformed(f"top_k {text[:40]!r}: send a whole number from 0 to {most}")
+    return int(text)
 
 
 def _encode_pictures(request: LogprobsRequest) -> dict[str, np.ndarray]:
@@ -201,20 +247,36 @@ def _check_files(files: list[bytes]) -> None:
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:
     metadata = {"request_id": answer.request_id, "model_fingerprint": answer.model_fingerprint}
-    return save({"logprobs": answer.logprobs}, metadata)
+    likeliest = {} if answer.top_ids is None else {name: getattr(answer, name).ravel() for name in _LIKELIEST}
+    # safetensors writes the memory under an array, whatever its strides.
+    return save({"logprobs": np.ascontiguousarray(answer.logprobs), **likeliest}, metadata)
 
 
-def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
-    """Read the body of a 200 answer with `tokens` log-probs. Raises ProtocolError for any other body."""
+def decode_answer(body: bytes, tokens: int, *, top_k: int = 0, vocab_size: int = 1 << 24) -> LogprobsAnswer:
+    """Read the body of a 200 answer with `tokens` log-probs, and `top_k` likeliest tokens for each, of a vocabulary of
+    `vocab_size`. Raises ProtocolError for any other body."""
     tensors, metadata = read_tensors(body)
-    logprobs = tensors.get("logprobs")
-    if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != (tokens,):
-        received = "none" if logprobs is None else f"{logprobs.dtype} {list(logprobs.shape)}"
-        raise malformed(f"the answer's logprobs should be float32 [{tokens}], found {received}")
-    if not np.isfinite(logprobs).all():
-        raise malformed("the answer's logprobs hold NaN or infinity")
+    logprobs = _read_numbers(tensors, "logprobs", np.float32, tokens)
+    likeliest = _LIKELIEST if top_k else {}
+    likeliest = {
+        name: _read_numbers(tensors, name, dtype, tokens * top_k).reshape(tokens, top_k)
+        for name, dtype in likeliest.items()
+    }
+    if top_k and tokens and not 0 <= likeliest["top_ids"].min() <= likeliest["top_ids"].max() < vocab_size:
+        raise malformed(f"the answer's top_ids are not all between 0 and {vocab_size - 1}")
     return LogprobsAnswer(
         logprobs=logprobs,
         model_fingerprint=metadata.get("model_fingerprint", ""),
         request_id=metadata.get("request_id", ""),
+        **likeliest,
     )
+
+
+def _read_numbers(tensors: dict[str, np.ndarray], name: str, dtype: type, count: int) -> np.ndarray:
+    found = tensors.get(name)
+    if found is None or found.dtype != dtype or len(found) != count:
+        received = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise malformed(f"the answer's {name} should be {np.dtype(dtype)} [{count}], found {received}")
+    if not np.isfinite(found).all():
+        raise malformed(f"the answer's {name} hold NaN or infinity")
+    return found

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import free_port, write_model
+from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2Config
 
 from grpo.config.errors import ConfigError
@@ -182,6 +183,23 @@ def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path
     ids[first], ids[second] = ids[second], ids[first]
     (copy / "tokenizer.json").write_text(json.dumps(words))
     assert describe(*load(copy), "x").tokenizer_fingerprint != here.tokenizer_fingerprint
+
+
+def test_the_text_fingerprint_shows_what_an_equal_vocabulary_hides(model_folder):
+    model, tokenizer = load(model_folder)
+    here = describe(model, tokenizer, "here")
+    assert describe(model, load(model_folder)[1], "there").text_fingerprint == here.text_fingerprint
+    changed = [load(model_folder)[1] for _ in range(3)]
+    changed[0].backend_tokenizer.normalizer = normalizers.Lowercase()
+    changed[1].backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    changed[2].add_special_tokens({"additional_special_tokens": [next(iter(tokenizer.get_vocab()))]})
+    for other in changed:
+        there = describe(model, other, "there")
+        assert there.tokenizer_fingerprint == here.tokenizer_fingerprint
+        assert there.text_fingerprint != here.text_fingerprint
+    renamed = load(model_folder)[1]
+    renamed.eos_token = renamed.pad_token
+    assert describe(model, renamed, "x").text_fingerprint == here.text_fingerprint, "a base model ends elsewhere"
 
 
 def test_a_fingerprint_does_not_follow_what_changes_no_log_prob(tmp_path, model_folder):

@@ -11,7 +11,7 @@ from grpo.model import activations
 from grpo.model import logprobs as module
 from grpo.model import tree_attention as attention
 from grpo.model.activations import checkpoint_activations, tile_mlps
-from grpo.model.logprobs import Head, token_logprobs
+from grpo.model.logprobs import Head, likeliest_tokens, token_logprobs
 from grpo.model.memory import LiveTensors
 from grpo.model.trial import make_batcher
 
@@ -185,6 +185,45 @@ def test_gradients_leave_out_only_blocks_with_next_to_no_probability(dtype, boun
         assert (ours.grad - theirs.grad).abs().max() < bound * theirs.grad.abs().max()
     assert exact[1].grad[24:32].abs().min() > 0 and not weight.grad[24:32].any()  # e^-20 of the probability
     assert weight.grad[39].any()  # a target, however improbable
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+@pytest.mark.parametrize("top_k, known_ids", [(1, 64), (7, 50), (20, 64), (16, 16)])
+def test_the_likeliest_tokens_are_those_of_float64(name, top_k, known_ids, monkeypatch):
+    monkeypatch.setattr(module, "CPU_BLOCK", (4, 11))  # the last block of the vocabulary is smaller than top_k
+    model, temperature = build(CONFIGS[name]), 0.7
+    batch = PADDED.make(SEQUENCES, "cpu")
+    table = likeliest_tokens(model, batch, temperature, top_k, known_ids)
+    with torch.no_grad():
+        logits = model.double()(input_ids=batch.input_ids).logits.flatten(0, 1)[batch.predicts]
+    exact = torch.log_softmax(logits / temperature, -1)
+    expected = exact[:, :known_ids].topk(top_k)
+    assert table.dtype == torch.float32 and table.shape == (len(exact), 1 + 2 * top_k)
+    assert_rounded(table[:, 0], exact.gather(1, batch.targets[:, None])[:, 0])
+    assert_rounded(table[:, 1 : 1 + top_k], expected.values)
+    assert table[:, 1 + top_k :].tolist() == expected.indices.tolist()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_other_tokens_of_a_position_have_the_log_probs_and_gradients_of_float64(with_entropy, monkeypatch):
+    monkeypatch.setattr(module, "CPU_BLOCK", (4, 8))
+    draw = torch.Generator().manual_seed(6)
+    hidden, weight = torch.randn(7, 16, generator=draw), torch.randn(40, 16, generator=draw)
+    targets = torch.randint(40, (7, 5), generator=draw)
+    targets[0] = 3  # a token may be named several times
+    upstream, of_entropy = torch.randn(7, 5, generator=draw), torch.randn(7, generator=draw) * with_entropy
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    head = Head(weight=weight, bias=None, scale=1.0, softcap=9.0, temperature=0.8)
+    logprobs, entropies = module._Logprobs.apply(hidden, weight, None, targets, head, with_entropy)
+    ((logprobs * upstream).sum() + (of_entropy @ entropies if with_entropy else 0)).backward()
+
+    exact = [values.detach().double().requires_grad_() for values in (hidden, weight)]
+    rows = torch.log_softmax(9.0 * torch.tanh(exact[0] @ exact[1].t() / 9.0) / 0.8, -1)
+    assert_rounded(logprobs, rows.gather(1, targets))
+    entropy = -(rows.exp() * rows).sum(1)
+    ((rows.gather(1, targets) * upstream).sum() + of_entropy.double() @ entropy).backward()
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert_rounded(ours.grad, theirs.grad, GRADIENT)
 
 
 @pytest.mark.parametrize("with_entropy, blocks, at_most", [(False, 1, 2.4), (True, 2, 2.9)])

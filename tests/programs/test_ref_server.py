@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from demo.model import build_model
 from grpo.wire.health import ServerInfo
-from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
+from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_answer, encode_request
 
 
 def ask(server, prompt, completions, temperature=1.0, **options) -> requests.Response:
@@ -51,6 +51,36 @@ def test_logprobs_over_http_are_exact(server, model, temperature):
     assert decoded.request_id == "r"
     assert decoded.model_fingerprint == requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
     assert len(decode_answer(ask(server, [5], [[], [], []]).content, 0).logprobs) == 0
+
+
+def test_the_likeliest_tokens_over_http_are_those_of_float64(server, model):
+    """Beside a request without them, which shares no pass with theirs."""
+    prompt, completions, top_k = [5, 6, 7], [[8, 9], [], [10]], 4
+
+    def answer(top_k: int) -> LogprobsAnswer:
+        request = LogprobsRequest.of(prompt, completions, 0.5, top_k=top_k)
+        said = requests.post(server.url + "/v1/logprobs", data=encode_request(request), timeout=60)
+        return decode_answer(said.content, 3, top_k=top_k)
+
+    with ThreadPoolExecutor(8) as threads:
+        both = [*threads.map(answer, [top_k, 0] * 4)]
+    ids = torch.tensor([[*prompt, 8, 9], [*prompt, 10, 10]])
+    with torch.no_grad():
+        logits = model.double()(input_ids=ids).logits[[0, 0, 1], [2, 3, 2]]
+    model.float()
+    expected = torch.log_softmax(logits / 0.5, -1).topk(top_k)
+    for found, plain in zip(both[::2], both[1::2], strict=True):
+        assert found.top_ids.tolist() == expected.indices.tolist()
+        assert_rounded(found.top_logprobs, expected.values)
+        assert_rounded(found.logprobs, plain.logprobs)
+    health = requests.get(server.url + "/health", timeout=5).json()
+    assert health["most_top_k"] == 256
+    refused = refusal(requests.post(server.url + "/v1/logprobs", data=asked_for(257), timeout=5))
+    assert refused == (400, "malformed", "top_k '257': send a whole number from 0 to 256")
+
+
+def asked_for(top_k: int) -> bytes:
+    return encode_request(LogprobsRequest.of([5], [[6]], 1.0, top_k=top_k))
 
 
 def example(page: str, language: str) -> str:

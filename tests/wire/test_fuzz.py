@@ -67,6 +67,8 @@ def valid(draw: random.Random) -> bytes:
     metadata = {"temperature": draw.choice(["1.0", "0.7", "2", "1e-3"]), "request_id": "r" * draw.randrange(5)}
     if draw.random() < 0.5:
         metadata["client"] = f"client {draw.randrange(1000)}"
+    if draw.random() < 0.3:
+        metadata["top_k"] = draw.choice(["0", "1", "7", "64", "256"])
     return save({name: np.array(values, np.int32) for name, values in arrays}, metadata)
 
 
@@ -119,6 +121,17 @@ def numbers(draw, body):
     for _ in range(draw.choice([1, 1, 2])):
         tensor[draw.randrange(len(tensor))] = np.array(draw.choice(wrong)).astype(tensor.dtype)
     return save(tensors, {})
+
+
+def top_k(draw, body):
+    """A number of likeliest tokens that is none, is too many, or has another meaning elsewhere."""
+    wrong = ["-1", "257", "00", "+7", "7.0", "1e1", " 7", "7\n", "\u0667", "", "x" * 5000, "9" * 5000, "true", "\ud800"]
+    header, data = split(body)
+    header["__metadata__"] = {
+        **header.get("__metadata__", {}),
+        draw.choice(["top_k"] * 4 + ["Top_K"]): draw.choice(wrong),
+    }
+    return join(header, data)
 
 
 def sizes(draw, body):
@@ -202,7 +215,7 @@ def join(header: object, data: bytes) -> bytes:
 
 
 ON_BYTES = [overwrite, cut, delete, insert, repeat, replace, header_length]
-DAMAGE = [*ON_BYTES, numbers, sizes, tensors, header_fields, header_text, nothing]
+DAMAGE = [*ON_BYTES, numbers, top_k, sizes, tensors, header_fields, header_text, nothing]
 
 
 # Tests
@@ -249,8 +262,10 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
         seen[status] += 1
         if status == 200:
             # What was asked is read by safetensors' own code, and what was answered too.
-            logprobs = load(answer)["logprobs"]
-            assert logprobs.shape == (load(body)["completion_lengths"].sum(),) and (logprobs < 1e-4).all()
+            answered, count = load(answer), load(body)["completion_lengths"].sum()
+            likeliest = count * int(split(body)[0].get("__metadata__", {}).get("top_k", 0))
+            assert answered["logprobs"].shape == (count,) and (answered["logprobs"] < 1e-4).all()
+            assert len(answered.get("top_ids", ())) == len(answered.get("top_logprobs", ())) == likeliest
         else:
             check_refusal(status, kind, answer, CODES)
             assert damage != [nothing, nothing]

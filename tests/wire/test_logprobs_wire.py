@@ -1,7 +1,9 @@
 """The wire, both ways, and everything that can be wrong with a body."""
 
 import json
+import re
 import tracemalloc
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -41,6 +43,14 @@ def body(metadata: dict[str, str] | None = None, **changes) -> bytes:
     return save({name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}, metadata)
 
 
+INT32 = np.int32
+
+
+def metadata_of(body: bytes) -> dict[str, str]:
+    length = int.from_bytes(body[:8], "little")
+    return json.loads(body[8 : 8 + length])["__metadata__"]
+
+
 def test_a_request_survives_the_way():
     sent = LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], temperature=0.7, request_id="group 12")
     received = decode(encode_request(sent))
@@ -50,6 +60,65 @@ def test_a_request_survives_the_way():
         ([1, 2, 3], [6]),
     ]
     assert received.temperature == 0.7 and received.request_id == "group 12"
+
+
+def test_a_request_without_top_k_is_one_of_version_1_and_an_answer_too():
+    sent = LogprobsRequest.of([1, 2], [[4, 5]], 1.0)
+    assert "top_k" not in metadata_of(encode_request(sent)) and decode(encode_request(sent)).top_k == 0
+    answer = LogprobsAnswer.of_table(np.float32([-1, -2]), model_fingerprint="f")
+    assert load(encode_answer(answer)).keys() == {"logprobs"}
+    assert decode_answer(encode_answer(answer), 2).table.tolist() == [-1, -2]
+
+
+def test_the_likeliest_tokens_survive_the_way():
+    request = decode(encode_request(LogprobsRequest.of([1, 2], [[4, 5]], 1.0, top_k=3)))
+    assert request.top_k == 3 and LogprobsRequest.joined([request, request]).top_k == 3
+    table = np.float32([[-1, -0.5, -2, -3, 7, 99, 2], [-4, -0.25, -2.5, -3.5, 0, 1, 98]])
+    sent = encode_answer(LogprobsAnswer.of_table(table, model_fingerprint="f", request_id="r"))
+    shapes = {name: (values.dtype, values.shape) for name, values in load(sent).items()}
+    assert shapes == {"logprobs": (np.float32, (2,)), "top_logprobs": (np.float32, (6,)), "top_ids": (INT32, (6,))}
+    received = decode_answer(sent, 2, top_k=3, vocab_size=100)
+    assert received.top_ids.tolist() == [[7, 99, 2], [0, 1, 98]] and received.request_id == "r"
+    assert np.array_equal(received.table, table)
+    assert decode_answer(sent, 2).top_ids is None, "what was not asked for is passed over"
+
+
+@pytest.mark.parametrize("text", ["-1", "1.0", "01", "", " 3", "\u0663", "101", "9999999999", "three"])
+def test_a_top_k_that_is_none_is_malformed(text):
+    with pytest.raises(ProtocolError, match=f"top_k {text!r}: send a whole number from 0 to 100") as refused:
+        decode_request(
+            body({"top_k": text}), vocab_size=100, max_length=12, max_sequences=5, max_tokens=40, max_top_k=100
+        )
+    assert refused.value.status == 400
+
+
+def test_more_likeliest_tokens_than_an_answer_may_have_are_refused():
+    tokens = (1 << 16) + 1
+    request = LogprobsRequest.of([1], [[2] * tokens], 1.0, top_k=256)
+    limits = dict(vocab_size=300, max_length=1 << 20, max_sequences=5, max_tokens=1 << 20)
+    with pytest.raises(ProtocolError, match="16777472 top_ids in one request: the limit is 16777216") as refused:
+        decode_request(encode_request(request), **limits)
+    assert (refused.value.status, refused.value.code) == (413, "too_many_top_ids")
+    assert decode_request(encode_request(replace(request, top_k=255)), **limits).top_k == 255
+
+
+TOP = {"top_logprobs": np.zeros(6, np.float32), "top_ids": np.ones(6, INT32)}
+WRONG_TOP = {
+    "none": ({"top_ids": None}, "top_ids should be int32 [6], found none"),
+    "int32": ({"top_logprobs": np.zeros(6, INT32)}, "top_logprobs should be float32 [6], found int32 [6]"),
+    "fewer": ({"top_ids": np.ones(4, INT32)}, "top_ids should be int32 [6], found int32 [4]"),
+    "NaN": ({"top_logprobs": np.full(6, np.nan, np.float32)}, "top_logprobs hold NaN or infinity"),
+    "beyond the vocabulary": ({"top_ids": np.full(6, 100, INT32)}, "top_ids are not all between 0 and 99"),
+    "negative": ({"top_ids": np.full(6, -1, INT32)}, "top_ids are not all between 0 and 99"),
+}
+
+
+@pytest.mark.parametrize("changes, message", WRONG_TOP.values(), ids=WRONG_TOP)
+def test_an_answer_without_what_was_asked_for_is_malformed(changes, message):
+    tensors = {"logprobs": np.zeros(2, np.float32)} | TOP | changes
+    sent = save({name: values for name, values in tensors.items() if values is not None})
+    with pytest.raises(ProtocolError, match=re.escape(message)):
+        decode_answer(sent, 2, top_k=3, vocab_size=100)
 
 
 def test_metadata_has_defaults_and_that_of_later_versions_is_passed_over():
@@ -66,7 +135,6 @@ def test_every_cut_of_a_request_is_malformed():
         assert refused.value.status == 400
 
 
-INT32 = np.int32
 WRONG = {
     "int64 ids": (dict(input_ids=np.arange(9, dtype=np.int64)), "dtype 'I64': send I32 or F32"),
     "float ids": (dict(input_ids=np.arange(9, dtype=np.float32)), "float32"),
@@ -367,7 +435,7 @@ def test_health_is_one_flat_object_that_survives_the_way_with_later_fields():
         **{"version": 1, "status": "ready", "queue_depth": 5, "takes_updates": True, "task": "reward"},
         **{"model": "m", "model_fingerprint": "f", "tokenizer_fingerprint": "t", "config_fingerprint": "c"},
         **{"vocab_size": 10, "max_length": 20, "dtype": "float32", "device": "cpu", "quantization": "4bit"},
-        "processor_fingerprint": "",
+        **{"processor_fingerprint": "", "text_fingerprint": "", "most_top_k": 0},
     }
     assert ServerInfo.from_json(b'{"version": 1, "status": "loading"}') == ServerInfo(status="loading")
 
