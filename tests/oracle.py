@@ -15,6 +15,7 @@ where a formula stops the gradient, the stopped factor is taken from the unmoved
     V3.2         DeepSeek-V3.2, arXiv:2512.02556: KL times the ratio; eq. 9, the off-policy sequence mask
     GDPO         arXiv:2601.05242: normalise each reward, add up, normalise
     top entropy  Beyond the 80/20 rule, arXiv:2506.01939
+    distillation Agarwal et al., arXiv:2306.13649, section 2; its reverse KL by policy gradient: Lu et al. 2025
     k1, k2, k3   Schulman 2020, Approximating KL divergence
 """
 
@@ -42,6 +43,7 @@ class Completion:
     """log-probs of the policy before the first update on the completion; None: it is the current policy"""
     ref: list[float] | None = None
     sampling: list[float] | None = None  # log-probs as the sampler knew them, NaN where it did not
+    teacher: list[float] | None = None  # log-probs of the teacher whose lead is part of the advantage, NaN without one
     high_entropy: list[bool] | None = None  # tokens that the policy term acts on; None: all
 
 
@@ -166,14 +168,18 @@ def terms(completion: Completion, settings, beta: float, at: Completion) -> list
     weights = importance(completion, at, settings)
     kept = off_policy_kept(completion, at, settings)
     result = []
+    olds = drawn(completion, at)
     for place, (ratio, stopped_ratio) in enumerate(
         zip(ratios(completion, at, level), ratios(at, at, level), strict=True)
     ):
+        advantage = completion.advantage
+        if completion.teacher is not None and not math.isnan(completion.teacher[place]):
+            advantage += settings.distillation_coef * (completion.teacher[place] - olds[place])
         if kept and (completion.high_entropy is None or completion.high_entropy[place]):
             if settings.loss_type == "vespo":
                 result.append(-vespo_weight(at, settings) * completion.advantage * completion.logp[place])
             else:
-                policy = policy_term(completion.logp[place], ratio, stopped_ratio, completion.advantage, settings)
+                policy = policy_term(completion.logp[place], ratio, stopped_ratio, advantage, settings)
                 result.append(policy * weights[place])
         if completion.ref is not None:
             penalty = kl(
@@ -205,6 +211,20 @@ def divisors(episodes: Sequence[Sequence[Completion]], settings, max_completion_
     return result
 
 
+def own_divisor(tokens: int, step: Size, settings, max_completion_length: int) -> float:
+    """Return by what the terms of a sequence of so many tokens are divided."""
+    return {
+        "grpo": max(tokens, 1) * step.sequences,
+        "sapo": max(tokens, 1) * step.sequences,
+        "bnpo": step.tokens,
+        "dapo": step.tokens,
+        "cispo": step.tokens,
+        "vespo": step.tokens,
+        "luspo": step.sequences,
+        "dr_grpo": step.sequences * max_completion_length,
+    }[settings.loss_type]
+
+
 def shares(
     completion: Completion,
     step: Size,
@@ -216,19 +236,7 @@ def shares(
 ) -> list[float]:
     """Return what this sequence adds to the step's loss, term by term; the sum over all sequences is the loss. Without
     a divisor each sequence counts by itself."""
-    divisor = (
-        divisor
-        or {
-            "grpo": max(len(completion.logp), 1) * step.sequences,
-            "sapo": max(len(completion.logp), 1) * step.sequences,
-            "bnpo": step.tokens,
-            "dapo": step.tokens,
-            "cispo": step.tokens,
-            "vespo": step.tokens,
-            "luspo": step.sequences,
-            "dr_grpo": step.sequences * max_completion_length,
-        }[settings.loss_type]
-    )
+    divisor = divisor or own_divisor(len(completion.logp), step, settings, max_completion_length)
     result = [term / divisor for term in terms(completion, settings, beta, at or completion)]
     if settings.entropy_coef:
         acted_on = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens

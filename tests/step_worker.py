@@ -116,6 +116,17 @@ def sequences(processor: PictureProcessor | None = None) -> list[Sample]:
     return made
 
 
+def teacher_rows(number: int, tokens: int, top_k: int) -> np.ndarray:
+    """Make what a teacher says of a sequence's tokens, as LogprobsAnswer.table; some sequences have none."""
+    draw = np.random.default_rng(number)
+    probabilities = np.sort(draw.dirichlet(np.ones(top_k + 1), tokens), axis=1)[:, ::-1][:, :top_k]
+    ids = np.array([draw.permutation(200)[:top_k] for _ in range(tokens)]).reshape(tokens, top_k)
+    rows = np.column_stack([draw.uniform(-7, -4, tokens), np.log(probabilities), ids]).astype(np.float32)
+    if number % 6 == 5:
+        rows[:, : 1 + top_k] = np.nan
+    return rows
+
+
 def drawn() -> list[np.ndarray]:
     """Mark the tokens of each sequence that the policy drew, where others are answers: in the middle of most sequences,
     at the end of some, and in one everywhere."""
@@ -194,9 +205,12 @@ def own_share(case: dict, config: TrainerConfig, rank: int, processor: PicturePr
     for sample in samples:
         sample.old_logprobs = sample.old_logprobs if case["old"] else None
         sample.sampling_logprobs = sample.sampling_logprobs if case["sampled"] else None
+    for number, sample in enumerate(samples) if config.teacher_servers else ():
+        rows = teacher_rows(number, len(sample.completion_ids), config.teacher_top_k)
+        sample.teacher = rows if config.teacher_top_k else rows[:, 0]
     for sample, marks in zip(samples, drawn(), strict=True) if case.get("answers") else ():
         sample.drawn = marks
-        for name in ("ref_logprobs", "old_logprobs", "sampling_logprobs"):
+        for name in ("ref_logprobs", "old_logprobs", "sampling_logprobs", "teacher"):
             if (values := getattr(sample, name)) is not None:
                 setattr(sample, name, values[marks])
     end = sum(case["shares"][: rank + 1])

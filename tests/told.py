@@ -34,4 +34,4 @@ class Told:
 
 
 def of_reference(*answers: list[np.ndarray] | Exception) -> ServerScores:
-    return ServerScores(Told(*answers), "ref_logprobs", phase="wait_ref")
+    return ServerScores("ref_logprobs", {"": Told(*answers)}, phase="wait_ref")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from grpo.algorithm.distillation import divergence
 from grpo.algorithm.loss_types import LOG_RATIO_LIMIT, LOSSES, LossInputs, StepSize, Tokens, exp_bounded, find_loss
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import LossSection
@@ -33,11 +34,12 @@ def grpo_loss(
     weight = sampler_weights = None
     if tokens.sampling_logprobs is not None and settings.importance_sampling_mode not in (None, "none"):
         weight, sampler_weights = _sampler_correction(tokens, old, settings)
+    token_advantages, of_teacher = _with_teacher(tokens, old, settings)
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=old,
         ratio=_ratio(tokens, old, settings.importance_sampling_level),
-        advantages=tokens.to_tokens(tokens.advantages),
+        advantages=token_advantages,
         sequence_advantages=tokens.advantages,
         entropy=entropy,
         sampler_weights=sampler_weights,
@@ -47,7 +49,7 @@ def grpo_loss(
         max_completion_length=max_completion_length,
     )
     per_token, weights, metrics = find_loss(settings.loss_type)(inputs, settings)
-    metrics = dict(metrics)
+    metrics = dict(metrics) | of_teacher
     if settings.off_policy_mask_threshold is not None:
         keep = _near_policy(tokens, old, settings.off_policy_mask_threshold)
         per_token = per_token * inputs.to_tokens(keep)
@@ -65,6 +67,9 @@ def grpo_loss(
         metrics["kl"] = kl = _kl(tokens, old, settings)
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
+    if tokens.policy_top is not None:
+        metrics["distillation/loss"] = apart = _from_teacher(tokens, settings)
+        per_token = per_token + settings.distillation_coef * apart.nan_to_num(nan=0.0)
     loss = (per_token * weights).sum()
     if settings.has_entropy_bonus:
         metrics["policy_loss:sum"] = loss.unsqueeze(0)
@@ -108,6 +113,33 @@ def _ratio(tokens: Tokens, old: torch.Tensor, level: str) -> torch.Tensor:
         return exp_bounded(log_ratio)
     log_ratio = tokens.to_sequences(log_ratio) / tokens.lengths.clamp(min=1)
     return tokens.to_tokens(exp_bounded(log_ratio))
+
+
+def _with_teacher(
+    tokens: Tokens, old: torch.Tensor, settings: LossSection
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return each token's advantage, [T], and metrics of the teacher. Without a divergence the advantage has the
+    teacher's part, the log-prob of the teacher less that of the policy which drew the token: the reverse KL by policy
+    gradient (Lu and Thinking Machines 2025, https://thinkingmachines.ai/blog/on-policy-distillation)."""
+    advantages = tokens.to_tokens(tokens.advantages)
+    if tokens.teacher_logprobs is None:
+        return advantages, {}
+    behind = old - tokens.teacher_logprobs
+    if settings.distillation_loss is None:
+        advantages = advantages - settings.distillation_coef * behind.nan_to_num(nan=0.0)
+    return advantages, {"distillation/reverse_kl": behind}
+
+
+def _from_teacher(tokens: Tokens, settings: LossSection) -> torch.Tensor:
+    """Return the policy's divergence from the teacher, [T]: NaN, without a gradient, where there is no teacher."""
+    known = ~tokens.teacher_logprobs.isnan()
+    own = tokens.policy_top.detach()  # instead of NaN, which would reach the gradient
+    apart = divergence(
+        torch.where(known.unsqueeze(1), tokens.policy_top, own),
+        torch.where(known.unsqueeze(1), tokens.teacher_top, own),
+        settings.distillation_loss,
+    )
+    return apart.masked_fill(~known, torch.nan)
 
 
 def _kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:

@@ -70,6 +70,10 @@ class Tokens(_OfSequences):
     ref_logprobs: torch.Tensor | None = None  # [T] log-probs of the reference; None leaves out the KL
     sampling_logprobs: torch.Tensor | None = None  # [T] the sampler's log-probs, NaN if unknown; None if unused
     high_entropy: torch.Tensor | None = None  # bool [T] tokens in the policy term; None: all
+    teacher_logprobs: torch.Tensor | None = None
+    """[T] log-probs of a teacher, NaN where a prompt's source has none; None without teachers"""
+    teacher_top: torch.Tensor | None = None  # [T, k] a teacher's log-probs of its likeliest tokens, NaN as above
+    policy_top: torch.Tensor | None = None  # [T, k] the policy's log-probs of these, with gradient
 
 
 def exp_bounded(log_ratio: torch.Tensor) -> torch.Tensor:

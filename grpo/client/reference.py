@@ -1,4 +1,4 @@
-"""The clients of reference servers and of a reward model's server (python ref_server.py --task reward).
+"""The clients of servers that score completions, and of a reward model's server (ref_server.py --task reward).
 
 A request is stateless. It is sent again, to another server if there is one, until a server answers or the deadline
 passes: a server that is killed and restarted costs time and nothing else.
@@ -148,35 +148,23 @@ def check_reference(
     log.warning(message, served, begun_with)
 
 
-class ReferenceClient(TaskClient):
-    """The client of the reference servers. `balancer` sends them new weights."""
+class LogprobsClient(TaskClient):
+    """The client of servers that score completions, all with the same model."""
 
-    def __init__(self, config: TrainerConfig, run: str = ""):
-        super().__init__(config, "logprobs", config.ref_servers, wanted="log-probs", run=run)
+    def __init__(self, config: TrainerConfig, urls: list[str], run: str = "", top_k: int = 0):
+        """With `top_k` the servers are asked for the likeliest tokens too."""
+        super().__init__(config, "logprobs", urls, wanted="log-probs", run=run)
+        self.top_k, self.vocab_size = top_k, 1 << 24  # ids of answers are below this
         self._alone_until = 0.0  # time.monotonic() until which groups share no request
 
-    def wait_ready(self, any_version: bool = False) -> ModelInfo:
-        """Wait until every server is ready and check that all serve the same model; return it. With `any_version` each
-        may have another of this run's references: the balancer's `send_weights` or `use_only` names the right one
-        afterwards. Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models, or missing
-        updates that the run needs."""
-        config = self._config
-        start = f"'python ref_server.py --model_name_or_path {config.model_name_or_path}' there"
-        remedy = f"{start}, or set ref_servers to its address, or beta to 0 to train without"
-        servers = self.wait_for_servers("reference", remedy)
-        first_url = config.ref_servers[0]
-        first = servers[first_url].model
-        for url, server in servers.items():
-            if server.model.fingerprint != first.fingerprint and not any_version:
-                names = [f"{model.name} ({model.fingerprint})" for model in (first, server.model)]
+    def check_alike(self, servers: dict[str, ServerInfo]) -> ModelInfo:
+        """Return the model of all servers. Raises ServerError for differing models."""
+        (first_url, first), *others = ((url, server.model) for url, server in servers.items())
+        for url, model in others:
+            if model.fingerprint != first.fingerprint:
+                names = [f"{model.name} ({model.fingerprint})" for model in (first, model)]
                 models = f"{first_url} serves {names[0]} but {url} serves {names[1]}"
                 raise ServerError(f"{models}: start every server with the same model")
-            if config.ref_update_steps and not server.takes_updates:
-                remedy = "restart it with --update_folder PATH, or set ref_update_steps to 0"
-                raise ServerError(f"{url} takes no new weights: {remedy}")
-        self.connection.fingerprint = first.fingerprint
-        if any_version:
-            self.connection.outdated.update(server.model.fingerprint for server in servers.values())
         return first
 
     def request_groups(
@@ -184,8 +172,10 @@ class ReferenceClient(TaskClient):
     ) -> list[Future[list[np.ndarray]]]:
         """Request the log-probs of groups, each (name in messages, prompt, completions); return at once. Small groups
         share a request; after a failed one, no groups do for `ref_deadline` seconds. Each group's future gives float32
-        [len(completion)] for each completion, or raises ServerError."""
-        make = partial(LogprobsRequest.of, temperature=self._config.temperature, client=self._client_id)
+        [len(completion)] for each completion, with top_k the rows of LogprobsAnswer.table, or raises ServerError."""
+        make = partial(
+            LogprobsRequest.of, temperature=self._config.temperature, client=self._client_id, top_k=self.top_k
+        )
         asked: list[_Asked] = [
             (make(prompt_ids, completions, request_id=name), Future()) for name, prompt_ids, completions in groups
         ]
@@ -215,11 +205,38 @@ class ReferenceClient(TaskClient):
 
     def _send(self, asked: list[_Asked], once: bool = False) -> None:
         whole = LogprobsRequest.joined([request for request, _ in asked])
-        body, decode = encode_request(whole), partial(decode_answer, tokens=int(whole.completion_lengths.sum()))
-        answer = self.balancer.send(body, decode, len(whole.input_ids), whole.request_id, once)
-        rows = iter(np.split(answer.logprobs, np.cumsum(whole.completion_lengths)[:-1]))
+        tokens = int(whole.completion_lengths.sum())
+        decode = partial(decode_answer, tokens=tokens, top_k=whole.top_k, vocab_size=self.vocab_size)
+        answer = self.balancer.send(encode_request(whole), decode, len(whole.input_ids), whole.request_id, once)
+        rows = iter(np.split(answer.table, np.cumsum(whole.completion_lengths)[:-1]))
         for request, future in asked:
             future.set_result([*islice(rows, len(request.completion_lengths))])
+
+
+class ReferenceClient(LogprobsClient):
+    """The client of the reference servers. `balancer` sends them new weights."""
+
+    def __init__(self, config: TrainerConfig, run: str = ""):
+        super().__init__(config, config.ref_servers, run)
+
+    def wait_ready(self, any_version: bool = False) -> ModelInfo:
+        """Wait until every server is ready and check that all serve the same model; return it. With `any_version` each
+        may have another of this run's references: the balancer's `send_weights` or `use_only` names the right one
+        afterwards. Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models, or missing
+        updates that the run needs."""
+        config = self._config
+        start = f"'python ref_server.py --model_name_or_path {config.model_name_or_path}' there"
+        remedy = f"{start}, or set ref_servers to its address, or beta to 0 to train without"
+        servers = self.wait_for_servers("reference", remedy)
+        first = servers[config.ref_servers[0]].model if any_version else self.check_alike(servers)
+        for url, server in servers.items():
+            if config.ref_update_steps and not server.takes_updates:
+                remedy = "restart it with --update_folder PATH, or set ref_update_steps to 0"
+                raise ServerError(f"{url} takes no new weights: {remedy}")
+        self.connection.fingerprint = first.fingerprint
+        if any_version:
+            self.connection.outdated.update(server.model.fingerprint for server in servers.values())
+        return first
 
 
 def cut_requests(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:

@@ -77,9 +77,9 @@ def check_ca_file(config: Section) -> None:
 
 @dataclass
 class ReferenceConfig(ClientConfig):
-    """The settings of a client of reference servers."""
+    """The settings of a client of reference servers and teachers."""
 
-    HEADING = "reference"
+    HEADING = "reference and teachers"
 
     ref: Literal["server", "adapter_off", "local"] = option(
         "server",
@@ -89,6 +89,11 @@ class ReferenceConfig(ClientConfig):
     )
     ref_servers: list[str] | None = option(
         None, "URLs of reference servers with the same model; unset is http://127.0.0.1:PORT", common=True
+    )
+    teacher_servers: list[str] | None = option(
+        None,
+        "URLs of servers whose model the policy learns from (ref_server.py --model BIG); as SOURCE=URL the teacher of "
+        "one dataset's prompts, where several are mixed",
     )
     allow_other_reference: bool = option(False, "accept a reference of another model than the policy starts from")
     ref_update_steps: int = option(0, "updates between new references, if servers take them; 0 is never", at_least=0)
@@ -102,3 +107,18 @@ class ReferenceConfig(ClientConfig):
             self.ref_servers = [f"http://127.0.0.1:{self.port}"]
         self.ref_servers = [read_url("ref_servers", url) for url in self.ref_servers]
         self.check(len(set(self.ref_servers)) == len(self.ref_servers), ref_servers="name each once")
+        for source, urls in self.teachers.items():
+            self.check(
+                len(set(urls)) == len(urls), teacher_servers=f"name each once{f' for {source}' if source else ''}"
+            )
+
+    @property
+    def teachers(self) -> dict[str, list[str]]:
+        """the URLs of each source's teacher; "" is the teacher of every other"""
+        teachers: dict[str, list[str]] = {}
+        for name in self.teacher_servers or []:
+            source, separator, url = name.partition("=")
+            labelled = bool(separator) and "://" not in source
+            url = read_url("teacher_servers", url if labelled else name)
+            teachers.setdefault(source if labelled else "", []).append(url)
+        return teachers

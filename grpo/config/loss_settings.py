@@ -58,6 +58,21 @@ class LossSection(Section):
     kl_in_reward: bool = option(False, "subtract beta x KL from a reward, in place of a KL term", needs="beta above 0")
     kl_target: float | None = option(None, "adapt beta to this KL, in nats a token", needs="beta above 0", above=0)
     use_bias_correction_kl: bool = option(False, "multiply the KL by the ratio (DeepSeek-V3.2)", needs="beta above 0")
+    distillation_coef: float = option(
+        1.0,
+        "weight of the teacher: its log-prob of a token, less the policy's, is added to the token's advantage; with "
+        "distillation_loss the weight of that",
+        needs="teacher_servers",
+        above=0,
+    )
+    distillation_loss: Literal["reverse_kl", "forward_kl", "jsd"] | None = option(
+        None,
+        "instead of the advantage, a divergence of policy and teacher over the teacher's likeliest tokens and the rest",
+        needs="teacher_servers",
+    )
+    distillation_top_k: int = option(
+        64, "how many of the likeliest tokens that compares", needs="distillation_loss", above=0, at_most=256
+    )
     entropy_coef: float = option(0.0, "weight of a bonus for entropy; if adaptive, its first value", at_least=0)
     use_adaptive_entropy: bool = option(False, "adapt entropy_coef, and use it where entropy is at most entropy_target")
     entropy_coef_min: float = option(0.0, "lower bound of entropy_coef", needs="use_adaptive_entropy", at_least=0)
@@ -88,6 +103,11 @@ class LossSection(Section):
     def upper_clip(self) -> float:
         default = 5.0 if self.loss_type == "cispo" else self.epsilon
         return default if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def teacher_top_k(self) -> int:
+        """how many of the likeliest tokens a teacher is asked for"""
+        return 0 if self.distillation_loss is None else self.distillation_top_k
 
     @property
     def groups_have_signal(self) -> bool:
@@ -127,6 +147,10 @@ class LossSection(Section):
             self.check(is_default, **{name: f"loss_type {loss_type} has no such clip: leave it out"})
         level = {"luspo": "sequence", "vespo": "token"}.get(loss_type, self.importance_sampling_level)
         self.check(self.importance_sampling_level == level, importance_sampling_level=f"{loss_type} needs {level}")
+        if loss_type == "vespo" and getattr(self, "teacher_servers", None) and self.distillation_loss is None:
+            self.refuse(
+                "loss_type", "vespo has one weight for a sequence, and a teacher one for each token: use another"
+            )
         if loss_type == "vespo" and mode.startswith("sequence"):
             self.refuse("importance_sampling_mode", "vespo weighs sequences itself: use token_truncate or token_mask")
 
@@ -157,8 +181,8 @@ class RewardSection(Section):
     reward_funcs: list[str] | None = option(
         None,
         "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
-        "servers with --task reward; may be empty where an environment gives rewards; unset: correctness_reward and "
-        "format_reward, with an agent none",
+        "servers with --task reward; may be empty with a teacher, or where an environment gives rewards; unset: "
+        "correctness_reward and format_reward, with an agent none",
         common=True,
         may_be_empty=True,
     )
@@ -189,7 +213,8 @@ class RewardedConfig(RewardSection, AnsweringConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.temperature > 0, temperature="training and evaluation draw samples: use a number above 0")
-        has_reward = bool(self.reward_funcs) or self.environment is not None or self.agent is not None
-        self.check(has_reward, reward_funcs="name a reward function, or an environment or agent that gives rewards")
+        givers = self.environment, self.agent, getattr(self, "teacher_servers", None)
+        remedy = "name a reward function, an environment or agent that gives rewards, or a teacher"
+        self.check(bool(self.reward_funcs) or any(givers), reward_funcs=remedy)
         longest = self.max_completion_length
         self.check(self.soft_punish_cache <= longest, soft_punish_cache=f"use max_completion_length={longest} or less")

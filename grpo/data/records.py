@@ -105,6 +105,9 @@ class Sample:
     finished: bool  # False if the completion was cut at max_completion_length; of a branch its episode's, as advantage
     advantage: float = 0.0
     ref_logprobs: np.ndarray | None = None  # the reference's float32 [T]; None before its answer, or without a KL
+    teacher: np.ndarray | None = None
+    """what the teacher says of each token, rows of LogprobsAnswer.table: float32 [T], or [T, 1 + 2k] with its k
+    likeliest tokens; None before its answer, or without teachers"""
     sampling_logprobs: np.ndarray | None = None  # float32 [T], NaN where unknown
     old_logprobs: np.ndarray | None = None
     """float32 [T] of the policy as the sample's round began, not always the one that drew it; None: it is the same"""

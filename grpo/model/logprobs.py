@@ -326,7 +326,7 @@ class _Logprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool, likeliest: Likeliest | None = None):
         tokens, slices, buffers = head.blocks(hidden)
         logprobs, entropies, normalisers, shares = [], [], [], []
-        columns = targets.view(len(targets), -1)
+        columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
         for rows, row_targets in zip(hidden.split(tokens), columns.split(tokens), strict=True):
             of_target = torch.empty(row_targets.shape, dtype=torch.float32, device=hidden.device)
             parts, mean_logits = [], []
@@ -369,8 +369,8 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx, gradient, entropy_gradient):
         hidden, weight, bias, targets, normalisers, entropy, shares = ctx.saved_tensors
         head = ctx.head
-        targets = targets.view(len(targets), -1)
-        gradient = torch.zeros_like(targets, dtype=torch.float32) if gradient is None else gradient.view(targets.shape)
+        targets = targets if targets.dim() == 2 else targets.unsqueeze(1)
+        gradient = torch.zeros_like(targets, dtype=torch.float32) if gradient is None else gradient.view_as(targets)
         tokens, slices, buffers = head.blocks(hidden)
         least = -BITS_KEPT[weight.dtype] * math.log(2) - math.log(len(slices))
         of_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)

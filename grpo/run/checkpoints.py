@@ -117,6 +117,7 @@ class Checkpoints:
     model: str  # the fingerprint of the initial policy
     reference: str  # the fingerprint of the reference servers' model; empty without servers
     rank: int
+    teachers: dict[str, str] = field(default_factory=dict)  # the fingerprints of the teachers' models, by source
     best_by: str = ""  # the evaluation's metric whose highest value makes a checkpoint the best
     processor: PictureProcessor | None = None
 
@@ -159,7 +160,8 @@ class Checkpoints:
         def put_together() -> None:
             files = dict(sorted(item for of_rank in sums_by_rank for item in of_rank.items()))
             shared = {name: getattr(progress, name) for name in SHARED}
-            write_progress(unfinished, self.description.fields | {"model": self.model} | shared | {"files": files})
+            of_models = {"model": self.model, "teachers": self.teachers}
+            write_progress(unfinished, self.description.fields | of_models | shared | {"files": files})
             # A run that resumes from here does not write the earlier records again.
             for records in self.folder.glob("*.jsonl"):
                 to_disk(records, deep=False)
@@ -230,6 +232,8 @@ class Checkpoints:
             remedy = "start the reference server with the model that it had"
             what = "the reference's fingerprint"
             check_same(checkpoint, what, before=saved["reference"], now=self.reference, remedy=remedy)
+        what, remedy = "the teachers' fingerprints by source", "start the servers with the teachers that it had"
+        check_same(checkpoint, what, before=saved.get("teachers", {}), now=self.teachers, remedy=remedy)
         for name, now in run["versions"].items():
             if (then := saved["versions"].get(name)) != now:
                 log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)

@@ -108,7 +108,9 @@ class PhaseClock:
         """Book the peak since the last call to the open phase. Reads the allocator's counts: no wait for the device."""
         if not torch.cuda.is_initialized():
             return
-        phases = [phase for phase in self.open if phase != "wait_ref"]  # the memory held there is of the phase around
+        phases = [
+            phase for phase in self.open if not phase.startswith("wait_")
+        ]  # the memory held there is of the phase around
         if phases:
             peaks = {phases[-1]: torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
             for name, peak in peaks.items():

@@ -41,7 +41,7 @@ FREE = {
     *("push_to_hub", "hub_strategy", "hub_model_id", "hub_private_repo", "callback"),
     *("eval_steps", "eval_samples", "num_generations_eval", "eval_temperature", "log_eval_completions"),
     *("metric_for_best_model", "load_best_model_at_end"),
-    *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
+    *("ref_servers", "teacher_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout", "tool_timeout"),
     *("agent_python", "agent_timeout", "agent_memory", "max_concurrent_episodes"),
 }

@@ -27,8 +27,8 @@ PATIENCE = 120.0
 BEAT = 5.0  # seconds between two reports of a rank
 SHOWN = 8  # ranks that a log line names at most
 PHASES = (  # of a step, in order
-    *("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_ref", "update", "optimizer"),
-    "publish_ref",
+    *("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_teacher", "wait_ref"),
+    *("update", "optimizer", "publish_ref"),
 )
 
 # Lines in these folders or in this file do not tell the position of a rank.

@@ -29,6 +29,7 @@ from grpo.trainer.deepspeed_engine import engine_config, make_schedule
 from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.pool_sampler import check_rows
 from grpo.trainer.rewarding import join_rewards, try_rewards
+from grpo.trainer.servers import check_teachers
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
 
 if TYPE_CHECKING:
@@ -86,9 +87,11 @@ def read_inputs(config: TrainerConfig, *, rank: int, world_size: int, device: to
     end_ids = load_end_ids(config, settings, tokenizer)
     turns = start_turns(config, tokenizer, end_ids)
     rewards = join_rewards(reward_funcs, {} if turns is None else turns.rewards)
-    config.check(bool(rewards), reward_funcs="the environment gives no reward: name a function")
+    remedy = "the environment gives no reward: name a function"
+    config.check(bool(rewards) or bool(config.teacher_servers), reward_funcs=remedy)
     best_by = ""
     if config.eval_steps:
+        config.check(bool(rewards), eval_steps="without a reward nothing is measured: name one of weight 0, or use 0")
         check_verdicts(config, rewards)
         best_by = best_metric(config, rewards)
     if rank == 0:
@@ -98,6 +101,7 @@ def read_inputs(config: TrainerConfig, *, rank: int, world_size: int, device: to
     held_out = load(config.dataset_test_split, limit=config.eval_samples) if config.eval_steps else []
     check_reward_columns(config, [*examples, *held_out], reward_funcs)
     check_rows(config, examples)
+    check_teachers(config, examples)
     stream = _order_prompts(config, examples)
     if config.num_train_epochs is not None:
         config.max_steps = math.ceil(config.num_train_epochs * stream.steps_per_epoch) * config.num_iterations

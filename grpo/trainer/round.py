@@ -167,7 +167,7 @@ class Rounds:
             rows = iter([dict(zip(logged.extra, row, strict=True)) for row in zip(*logged.extra.values(), strict=True)])
             for group in groups:
                 group.extra[:] = [next(rows) for _ in group.rollouts]
-        return by_function.view(len(by_function), len(groups), -1)
+        return by_function.view(len(by_function), len(groups), self.config.draws)
 
     def _reward_greedy(self, groups: list[Group], attempt: int) -> torch.Tensor:
         """Compute the rewards of greedy completions of the groups' prompts, which are not trained on: float64

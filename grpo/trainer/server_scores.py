@@ -1,11 +1,11 @@
 """What servers say of a round's completions: asked as groups are drawn, waited for when an update needs it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
-from grpo.client.reference import ReferenceClient
+from grpo.client.reference import LogprobsClient
 from grpo.client.server_errors import ServerError, ServersLost
 from grpo.data.records import Group, Sample, StepBatch, make_samples
 from grpo.run.collective import raise_together
@@ -19,10 +19,11 @@ class ServerScores:
     """The requests of a round to the servers of one kind, by group id. A group of episodes has one for each prompt of
     its branches."""
 
-    def __init__(self, client: ReferenceClient, field: str, phase: str):
-        """A sample's `field` takes what is said of it; waiting is timed as `phase`."""
-        self.client, self.field, self.phase = client, field, phase
-        self._requests: dict[int, Answer | AnswersOfBranches] = {}
+    def __init__(self, field: str, clients: Mapping[str, LogprobsClient], phase: str, top_k: int = 0):
+        """A sample's `field` takes what is said of it: with `top_k` the rows of LogprobsAnswer.table. Each client has
+        the prompts of a source, "" those of every other: without it these get NaN. Waiting is timed as `phase`."""
+        self.field, self.clients, self.phase, self.top_k = field, clients, phase, top_k
+        self._requests: dict[int, Answer | AnswersOfBranches | None] = {}
 
     def close(self) -> None:
         """Send nothing more."""
@@ -34,13 +35,24 @@ class ServerScores:
 
     def ask(self, groups: list[Group]) -> None:
         """Ask about groups: about all sequences of a group with one prompt together."""
+        of_client: dict[str, list[Group]] = {source: [] for source in self.clients}
+        for group in groups:
+            source = group.example.source if group.example.source in self.clients else ""
+            if source in self.clients:
+                of_client[source].append(group)
+            else:
+                self._requests[group.id] = None
+        for source, asked in of_client.items():
+            self._ask(self.clients[source], asked)
+
+    def _ask(self, client: LogprobsClient, groups: list[Group]) -> None:
         by_group = [_by_prompt(make_samples(group)) for group in groups]
         asked = [
             (f"group {group.id}", of_prompt[0].prompt_ids, [sample.completion_ids for sample in of_prompt])
             for group, prompts in zip(groups, by_group, strict=True)
             for of_prompt in prompts
         ]
-        futures = iter(self.client.request_groups(asked))
+        futures = iter(client.request_groups(asked))
         for group, prompts in zip(groups, by_group, strict=True):
             if all(rollout.branches is None for rollout in group.trained.values()):
                 self._requests[group.id] = next(futures)  # they have one prompt
@@ -58,7 +70,7 @@ class ServerScores:
 
     def cancel(self, group_id: int) -> None:
         """Take back what is asked about a group, unless it is sent already."""
-        asked = self._requests.pop(group_id, {})
+        asked = self._requests.pop(group_id, None) or {}
         for request in [answer for answer, _ in asked.values()] if isinstance(asked, dict) else [asked]:
             request.cancel()
 
@@ -67,9 +79,14 @@ class ServerScores:
         Raises ServerError if a request failed; its samples stay as they are."""
         for sample in samples:
             if getattr(sample, self.field) is None:
-                asked = self._requests[sample.group_id]
-                answer, row = asked[sample.place, sample.branch] if isinstance(asked, dict) else (asked, sample.place)
-                setattr(sample, self.field, sample.of_drawn(answer.result()[row]))
+                setattr(sample, self.field, self._answer(sample))
+
+    def _answer(self, sample: Sample) -> np.ndarray:
+        asked = self._requests[sample.group_id]
+        if asked is None:
+            return unanswered(sample, self.top_k, np.nan)
+        answer, row = asked[sample.place, sample.branch] if isinstance(asked, dict) else (asked, sample.place)
+        return sample.of_drawn(answer.result()[row])
 
     def wait_together(self, samples: Sequence[Sample]) -> None:
         """Do so on all ranks. Raises ServersLost on every rank if a request of any failed."""
@@ -79,6 +96,15 @@ class ServerScores:
         except ServerError as error:
             lost = error
         raise_together(lost, ServersLost)
+
+
+def unanswered(sample: Sample, top_k: int, logprob: float) -> np.ndarray:
+    """Return rows as a server's for a sample that has none, with these log-probs and ids of 0."""
+    if not top_k:
+        return np.full(sample.tokens, logprob, np.float32)
+    rows = np.zeros((sample.tokens, 1 + 2 * top_k), np.float32)
+    rows[:, : 1 + top_k] = logprob
+    return rows
 
 
 def _by_prompt(samples: list[Sample]) -> list[list[Sample]]:

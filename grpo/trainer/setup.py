@@ -94,7 +94,7 @@ def set_up(
     engine, schedule, batcher, sampler = _start_engine(config, inputs, ranks, folder, model, is_new=checkpoint is None)
 
     on_first(ranks.rank, partial(make_run_folder, config, folder))
-    checkpoints = _checkpoints(inputs, ranks, folder, description, policy=policy_info, reference=servers.reference)
+    checkpoints = _checkpoints(inputs, ranks, folder, description, policy=policy_info, servers=servers)
     workers = _pool_sampler(inputs, ranks, checkpoints, pool, model=engine.module, batcher=batcher, stopping=stopping)
     rounds = Rounds(
         config=config,
@@ -159,7 +159,7 @@ def _checkpoints(
     description: RunDescription,
     *,
     policy: ModelInfo,
-    reference: ModelInfo | None,
+    servers: Servers,
 ) -> Checkpoints:
     """Return what keeps checkpoints in the run's folder; beside them an agent keeps its journal."""
     checkpoints = Checkpoints(
@@ -168,7 +168,8 @@ def _checkpoints(
         tokenizer=inputs.tokenizer,
         description=description,
         model=policy.fingerprint,
-        reference=reference.fingerprint if reference is not None else "",
+        reference=servers.reference.fingerprint if servers.reference is not None else "",
+        teachers={source: teacher.fingerprint for source, teacher in servers.teachers.items()},
         rank=ranks.rank,
         best_by=inputs.best_by,
         processor=inputs.processor,

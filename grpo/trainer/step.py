@@ -22,7 +22,7 @@ from grpo.model.logprobs import router_logits, token_logprobs, with_router_logit
 from grpo.model.packing import Batch, Batcher, Ids
 from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import PhaseClock, Stats, add_stats
-from grpo.trainer.server_scores import ServerScores
+from grpo.trainer.server_scores import ServerScores, unanswered
 from grpo.wire.picture_files import pictures_of
 
 DRIFT = "drift/"  # before a group's id: each token's distance of the sampler's log-prob from the policy's
@@ -114,7 +114,7 @@ class _Step:
         """Add the gradient of a micro-batch. Without a token, compute one of weight 0: every parameter takes part."""
         config, real = self.config, any(sample.tokens for sample in rows)
         if not real:
-            rows, high_entropy = _filler(), None
+            rows, high_entropy = _filler(config.teacher_top_k), None
         # As the engine's forward does, which is not called: with ZeRO-3 the gradient of this micro-batch would take the
         # place of the one before.
         self.engine.optimizer.clear_backward_seen_flag()
@@ -157,11 +157,21 @@ class _Step:
         old_logprobs = _joined([sample.old_logprobs for sample in rows], device)
         sampling_logprobs = _joined([sample.sampling_logprobs for sample in rows], device)
         high = _joined(high_entropy, device)
+        # A divergence needs the teacher's answers before the forward pass, which computes the policy's log-probs of its
+        # tokens; all others are waited for after it.
+        top_k = self.config.teacher_top_k
+        teacher = self._teacher(rows) if top_k else None
+        if top_k:
+            batch = batch.with_others(teacher[:, 1 + top_k :].long())
         if self.chosen is None:
             logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
         else:
             logprobs, entropy, routers = with_router_logits(model, batch, temperature)
-        self._wait(rows)
+        policy_top = None
+        if top_k:
+            logprobs, policy_top = logprobs[:, 0], logprobs[:, 1:]
+        else:
+            teacher = self._teacher(rows)
         tokens = Tokens(
             lengths=lengths,
             completion_lengths=of_completions,
@@ -169,28 +179,36 @@ class _Step:
             logprobs=logprobs,
             entropy=entropy,
             old_logprobs=old_logprobs,
-            ref_logprobs=self._reference(rows) if self.config.beta > 0 else None,
+            ref_logprobs=self._answers("ref_logprobs", rows) if self.config.beta > 0 else None,
+            teacher_logprobs=None if teacher is None else teacher[:, 0],
+            teacher_top=None if policy_top is None else teacher[:, 1 : 1 + top_k],
+            policy_top=policy_top,
             sampling_logprobs=sampling_logprobs,
             high_entropy=high,
         )
         return tokens, routers
 
-    def _wait(self, rows: list[Sample]) -> None:
-        """Wait for what servers say of the samples. After a failed request they stay without: all ranks raise its error
-        after the last collective."""
+    def _answers(self, field: str, rows: list[Sample], top_k: int = 0) -> torch.Tensor:
+        """Wait for what servers say of the samples. After a failed request it is 0: all ranks raise its error after the
+        last collective."""
         for scorer in self.scorers:
-            with self.clock(scorer.phase):
-                try:
-                    scorer.wait(rows)
-                except ServerError as error:
-                    self.lost = error
-
-    def _reference(self, rows: list[Sample]) -> torch.Tensor:
-        """Return the reference's log-probs, zeros where they are lost."""
-        known = [sample.ref_logprobs for sample in rows]
-        lost = [np.zeros(sample.tokens, np.float32) for sample in rows]
+            if scorer.field == field:
+                with self.clock(scorer.phase):
+                    try:
+                        scorer.wait(rows)
+                    except ServerError as error:
+                        self.lost = error
+        known = [getattr(sample, field) for sample in rows]
+        lost = [unanswered(sample, top_k, 0.0) for sample in rows]
         values = [zeros if of is None else of for of, zeros in zip(known, lost, strict=True)]
         return _joined(values, self.engine.module.device)
+
+    def _teacher(self, rows: list[Sample]) -> torch.Tensor | None:
+        """Return the rows of the teachers' answers, [T, 1 + 2k]; None without teachers."""
+        if not self.config.teacher_servers:
+            return None
+        answers = self._answers("teacher", rows, self.config.teacher_top_k)
+        return answers.view(len(answers), 1 + 2 * self.config.teacher_top_k)
 
     def stats(self) -> dict[str, Stats]:
         """Return this rank's stats by name, with a pool also each group's distance of the sampler from the policy."""
@@ -263,8 +281,10 @@ def _of_row_ranks(values: list, batcher: Batcher) -> tuple[list, slice]:
     return (values, slice(None)) if batcher.ranks is None else batcher.ranks.gather(values)
 
 
-def _filler() -> list[Sample]:
-    return [Sample(prompt_ids=[0], completion_ids=[0], finished=True, ref_logprobs=np.zeros(1, np.float32))]
+def _filler(top_k: int = 0) -> list[Sample]:
+    sample = Sample(prompt_ids=[0], completion_ids=[0], finished=True, ref_logprobs=np.zeros(1, np.float32))
+    sample.teacher = unanswered(sample, top_k, 0.0)
+    return [sample]
 
 
 def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:

@@ -54,14 +54,15 @@ def step_result(
     masked = "loss" not in everyone
     is_applied = masked or run.engine.was_step_applied()
     rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
+    teaches = rewarded or bool(run.config.teacher_servers)
     completions = everyone["completions/mean_length"].count
     drew = everyone["completions/mean_length"].total > 0
-    fault = _fault(run, completions, drew=drew, masked=masked, applied=is_applied, rewarded=rewarded)
+    fault = _fault(run, completions, drew=drew, masked=masked, applied=is_applied, rewarded=teaches)
     learns, config, progress = is_applied and not masked, run.config, run.progress
     if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
         progress.num_tokens += int(everyone["tokens"].total)
     progress.masked_steps += masked
-    is_flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
+    is_flat = rewarded and everyone["frac_reward_zero_std"].mean == 1 and not run.config.teacher_servers
     progress.flat_steps = progress.flat_steps + 1 if is_flat else 0
     progress.bad_steps = [*progress.bad_steps, step] if fault else []
     metrics = _metrics(run, everyone, applied=applied, masked=masked)

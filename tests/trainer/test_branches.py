@@ -139,7 +139,7 @@ def test_answers_of_several_prompts_reach_their_branches():
     second = [np.float32([-6]), np.float32([-9])]
     scorer = of_reference(first, second)
     scorer.ask([group()])
-    assert [(prompt, len(completions)) for _, prompt, completions in scorer.client.asked] == [
+    assert [(prompt, len(completions)) for _, prompt, completions in scorer.clients[""].asked] == [
         ([5, 6], 3),
         ([5, 6, 7], 2),
     ]
@@ -266,7 +266,7 @@ def test_a_round_of_episodes_asks_a_real_reference_about_all_branches(server, mo
             batcher=make_batcher(policy, 0),
             stream=PromptStream([replace(EXAMPLE, index=index) for index in range(9)], 2, config.seed),
             rewarder=Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu"))[0], config),
-            scorers=[ServerScores(client, "ref_logprobs", phase="wait_ref")],
+            scorers=[ServerScores("ref_logprobs", {"": client}, phase="wait_ref")],
             reference=None,
         )
         batches, replaced = rounds.collect(0, updates=0, beta=0.3, clock=PhaseClock())

@@ -27,7 +27,7 @@ def test_samples_that_lack_an_answer_wait_for_it():
     samples[0].ref_logprobs = known = logprobs(-9.0)
     scorer = of_reference([logprobs(-1.0), logprobs(-2.0)], ServerError("no answer"))
     scorer.ask(groups)
-    assert scorer.client.asked == [("group 4", [1], [[2, 3], [4, 5]]), ("group 7", [1], [[2, 3], [4, 5]])]
+    assert scorer.clients[""].asked == [("group 4", [1], [[2, 3], [4, 5]]), ("group 7", [1], [[2, 3], [4, 5]])]
     with pytest.raises(ServerError, match="no answer"):
         scorer.wait([samples[1], samples[0], samples[3], samples[2]])
     assert samples[0].ref_logprobs is known
@@ -43,7 +43,7 @@ def test_samples_that_lack_an_answer_wait_for_it():
     )
     resumed = of_reference([logprobs(-3.0), logprobs(-4.0)])
     resumed.ask_again([batch])
-    assert [name for name, *_ in resumed.client.asked] == ["group 7"], "the answered group is not asked again"
+    assert [name for name, *_ in resumed.clients[""].asked] == ["group 7"], "the answered group is not asked again"
     resumed.wait(samples)
     assert [sample.ref_logprobs[0] for sample in samples] == [-9.0, -2.0, -3.0, -4.0]
 
@@ -53,7 +53,7 @@ def test_what_is_asked_about_a_replaced_group_is_taken_back():
     scorer.ask([group(1)])
     scorer.cancel(1)
     scorer.cancel(2)  # of which nothing was asked
-    (request,) = scorer.client.futures
+    (request,) = scorer.clients[""].futures
     assert request.cancelled()
     scorer.ask([group(1)])
     scorer.wait(samples := make_samples(group(1)))

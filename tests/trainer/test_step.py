@@ -17,7 +17,18 @@ from experts import balanced, mixture
 from models import distance
 from rounding import assert_rounded
 from sharded import ON_CARDS, ON_HOST, in_layers
-from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, branch_samples, drawn, episodes, rewards, sequences
+from step_worker import (
+    EMPTY,
+    GENERATIONS,
+    PROMPTS,
+    UNFINISHED,
+    branch_samples,
+    drawn,
+    episodes,
+    rewards,
+    sequences,
+    teacher_rows,
+)
 from trainer_runs import run_ranks
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +65,14 @@ OPTIONS = [
     {"importance_sampling_mode": "sequence_truncate", "importance_sampling_level": "sequence"},
     {"importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
 ]
+# With a teacher, of whose likeliest tokens the policy is told, too.
+OPTIONS += [
+    {"distillation_coef": 0.7},
+    {"distillation_coef": 0.2, "loss_type": "cispo", "beta": 0.0, "mask_truncated_completions": True},
+    {"distillation_loss": "reverse_kl", "distillation_top_k": 5, "distillation_coef": 2.0},
+    {"distillation_loss": "forward_kl", "distillation_top_k": 1, "loss_type": "dapo", "beta": 0.0},
+    {"distillation_loss": "jsd", "distillation_top_k": 30, "entropy_coef": 0.05, "top_entropy_quantile": 0.4},
+]
 # Settings; with old log-probs, the sampler's, answers.
 CASES = [(settings, False, False, False) for settings in PLAIN]
 CASES += [
@@ -80,6 +99,8 @@ def worker_case(number: int, ranks: int, **more) -> dict:
     values = {"beta": BETA, "max_grad_norm": 0.0, **settings, "micro_batch_tokens": budget, **more}
     if sampled:  # as a pool's workers do, whose distance from the policy is counted by group
         values = {"sampler": "pool", "pool": "http://127.0.0.1:1", "importance_sampling_mode": "none", **values}
+    if "distillation" in str(settings):
+        values["teacher_servers"] = "http://127.0.0.1:1"
     options = [f"--{name}={value}" for name, value in values.items()]
     case = {"options": options, "order": order, "shares": shares, "old": old, "sampled": sampled, "answers": answers}
     return case | {"padded": number % 3 == 0, "small_steps": []}
@@ -93,7 +114,9 @@ class Plain:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)  # a tied head is named once
-        self.rows = [self.row(self.logits(*pair), pair[1].completion_ids) for pair in enumerate(sequences())]
+        self.all_logits = [self.logits(*pair) for pair in enumerate(sequences())]
+        rows = zip(self.all_logits, sequences(), strict=True)
+        self.rows = [self.row(logits, sample.completion_ids) for logits, sample in rows]
 
     def logits(self, number: int, sample: Sample) -> torch.Tensor:
         ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
@@ -113,7 +136,8 @@ class Plain:
             if number not in of or (settings.mask_truncated_completions and not sample.finished):
                 continue
             marks = trained[number]
-            rows.append((row, marks))
+            rows.append((row, marks, number))
+            learns = settings.distillation_loss is None and settings.distillation_coef != LossSection.distillation_coef
             kept.append(
                 oracle.Completion(
                     advantage,
@@ -122,24 +146,47 @@ class Plain:
                     old=np.array(old[number])[marks].tolist() if old else None,
                     ref=sample.ref_logprobs[marks].tolist() if settings.beta else None,
                     sampling=sample.sampling_logprobs[marks].tolist() if sampled else None,
+                    teacher=teacher_rows(number, len(marks), 0)[marks, 0].tolist() if learns else None,
                 )
             )
         if settings.top_entropy_quantile < 1:
             kept = oracle.mark_high_entropy(kept, settings.top_entropy_quantile)
         size = oracle.size(kept)
         total = torch.zeros((), dtype=torch.float64)
-        for sample, (row, marks) in zip(kept, rows, strict=True):
+        apart = torch.zeros((), dtype=torch.float64)
+        for sample, (row, marks, number) in zip(kept, rows, strict=True):
             for values, slopes in zip(
                 row, oracle.gradient(sample, size, settings, settings.beta, LONGEST), strict=True
             ):
                 weights = torch.zeros(len(marks), dtype=torch.float64)
                 weights[marks] = torch.tensor(slopes, dtype=torch.float64)
                 total = total + (values * weights).sum()
+            if settings.distillation_loss is not None:
+                of_token = self.divergence(number, settings)[torch.tensor(marks)].nansum()
+                divisor = oracle.own_divisor(int(marks.sum()), size, settings, LONGEST)
+                apart = apart + settings.distillation_coef * of_token / divisor
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        slopes = torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
+        slopes = torch.autograd.grad(total + apart, parameters, retain_graph=True, materialize_grads=True)
         entropies = [value for sample in kept for value in sample.entropy]
-        metrics = {"loss": oracle.loss(kept, settings, settings.beta, LONGEST), "entropy": oracle.mean(entropies)}
-        return dict(zip(names, slopes, strict=True)), metrics
+        loss = oracle.loss(kept, settings, settings.beta, LONGEST) + apart.item()
+        return dict(zip(names, slopes, strict=True)), {"loss": loss, "entropy": oracle.mean(entropies)}
+
+    def divergence(self, number: int, settings: LossSection) -> torch.Tensor:
+        """Return the policy's divergence from the teacher at each token of a sequence, from whole distributions."""
+        top_k, logits = settings.distillation_top_k, self.all_logits[number]
+        rows = torch.from_numpy(teacher_rows(number, len(logits), top_k)).double()
+        if rows[:, 0].isnan().any():
+            return torch.zeros(len(logits), dtype=torch.float64)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, rows[:, 1 + top_k :].long(), True)
+        policy, teacher = torch.softmax(logits / TEMPERATURE, -1), rows[:, 1 : 1 + top_k].exp()
+        p = torch.cat([policy.gather(1, rows[:, 1 + top_k :].long()), policy.masked_fill(chosen, 0).sum(1, True)], 1)
+        q = torch.cat([teacher, 1 - teacher.sum(1, True)], 1)
+        m = (p + q) / 2
+        return {
+            "reverse_kl": p * (p / q).log(),
+            "forward_kl": q * (q / p).log(),
+            "jsd": (p * (p / m).log() + q * (q / m).log()) / 2,
+        }[settings.distillation_loss].sum(1)
 
 
 @pytest.fixture(scope="module")
