@@ -372,6 +372,9 @@ def setting(model_folder, data_folder, letters, tmp_path_factory):
 
     def make(run: Path, kind: str, draws: bool = True, **changes) -> list[str]:
         rewards = [*letters, f"{path}:chance"] if draws else letters
-        return [*options(model_folder, data_folder, run, **{**OPTIONS, **kinds[kind], **changes}), *rewards]
+        settings = {**OPTIONS, **kinds[kind], **changes}
+        if "distillation_loss" in settings:
+            settings["teacher_servers"] = settings["ref_servers"]
+        return [*options(model_folder, data_folder, run, **settings), *rewards]
 
     return make

@@ -111,6 +111,7 @@ KINDS = {
     "LoRA": {"use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear", "learning_rate": 1e-2},
     "shared rows": {"sequence_parallel_size": 2},
 }
+KINDS["LoRA, taught"] = KINDS["LoRA"] | {"distillation_loss": "jsd", "distillation_top_k": 5}  # by the first weights
 
 
 def reference(model_folder: Path, folder: Path):

@@ -56,13 +56,9 @@ def grpo_loss(
         metrics["off_policy_masked"] = ~keep
     if high is not None:
         per_token = per_token * high
-    if tokens.sampling_logprobs is not None:
-        difference = (old - tokens.sampling_logprobs).abs()
-        metrics |= {DISTANCE: difference, "sampling/sampling_logp_difference/max:max": difference}
-    if sampler_weights is not None:
-        if settings.loss_type != "vespo":  # which has them in its policy term
-            per_token = per_token * sampler_weights
-        metrics |= {f"sampling/importance_sampling_ratio/{name}": weight for name in ("mean", "max:max", "min:min")}
+    metrics |= _of_sampler(tokens, old, weight)
+    if sampler_weights is not None and settings.loss_type != "vespo":  # which has them in its policy term
+        per_token = per_token * sampler_weights
     if tokens.ref_logprobs is not None:
         metrics["kl"] = kl = _kl(tokens, old, settings)
         if not settings.kl_in_reward:
@@ -178,6 +174,16 @@ def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection
     else:
         weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
     return weight, tokens.to_tokens(weight) if level == "sequence" else weight
+
+
+def _of_sampler(tokens: Tokens, old: torch.Tensor, weight: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return the metrics of the sampler's distance from the policy, and of the correction's weights."""
+    if tokens.sampling_logprobs is None:
+        return {}
+    difference = (old - tokens.sampling_logprobs).abs()
+    distances = {DISTANCE: difference, "sampling/sampling_logp_difference/max:max": difference}
+    names = () if weight is None else ("mean", "max:max", "min:min")
+    return distances | {f"sampling/importance_sampling_ratio/{name}": weight for name in names}
 
 
 def experts_chosen(router_logits: torch.Tensor, per_token: int) -> torch.Tensor:

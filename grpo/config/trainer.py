@@ -229,8 +229,12 @@ class TrainerConfig(
         is_mixed = self.agent is not None and self.in_flight_weight_updates
         self.check(not is_mixed, in_flight_weight_updates="an agent's episode is drawn by one version: leave it out")
         estimator = self.advantage_estimator
-        if self.num_generations == 1 and estimator not in ("reinforce++", "remax") and ":" not in estimator:
+        compares = estimator not in ("reinforce++", "remax") and ":" not in estimator and not self.is_taught_alone
+        if self.num_generations == 1 and compares:
             self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")
+        for name, value in {"max_resample": 0, "dataset_order": "shuffled", "num_draws": None}.items():
+            needs_rewards = getattr(self, name) != value and self.is_taught_alone
+            self.check(not needs_rewards, **{name: "it needs rewards, and a teacher alone gives none: leave it out"})
         reason = "of one trained completion no rewards can differ: use num_generations 2 or more"
         self.check(self.num_generations > 1 or self.draws == 1, num_draws=reason)
         reason = "passk would judge other completions than it trains on: leave it out"
@@ -251,6 +255,12 @@ class TrainerConfig(
             self.refuse("ref_update_steps", f"a round has one reference: use a multiple of {self.updates_per_round}")
         if self.ref_update_steps > 0 and self.quantization != "none":
             self.refuse("ref_update_steps", "4-bit weights cannot be replaced on a server: use 0")
+
+    @property
+    def is_taught_alone(self) -> bool:
+        """whether only a teacher says what is good: there are no rewards, or none has a weight"""
+        has_rewards = any(self.reward_weights) or self.environment is not None or self.agent is not None
+        return bool(self.teacher_servers) and not has_rewards
 
     def version_of_round(self, number: int) -> int:
         """Return the number of updates of the policy that draws round `number`, from 0."""

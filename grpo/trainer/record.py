@@ -110,7 +110,9 @@ def record_step(
         log.info("step %d of %d: %s", step, run.config.max_steps, numbers)
     if step % SAMPLE_STEPS == 1:
         texts = "\n".join(_shorten(samples[0][name]) for name in ("prompt", "completion"))
-        log.info("step %d, reward %.2f of this completion:\n%s", step, samples[0]["reward"], texts)
+        reward = samples[0]["reward"]
+        of_reward = "" if math.isnan(reward) else f", reward {reward:.2f} of this completion"
+        log.info("step %d%s:\n%s", step, of_reward, texts)
     if skipped:
         run.recorder.bad_step(step, skipped)
     _warn(run, step, result)
@@ -166,16 +168,21 @@ def _warn(run: Run, step: int, result: StepResult) -> None:
 
 def describe_step(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> str:
     """Return a step's most important numbers, and the last evaluation's as held-out, in some 60 characters."""
-    words = [f"{metrics['step_time']:.1f} s", f"reward {metrics['reward']:.2f}"]
+    words = [f"{metrics['step_time']:.1f} s"]
+    if not math.isnan(metrics["reward"]):  # a teacher may be alone
+        words.append(f"reward {metrics['reward']:.2f}")
     if "eval_accuracy" in evaluated:
         words.append(f"held-out {evaluated['eval_accuracy']:.1%}")
     elif evaluated:
         words.append(f"held-out {evaluated['eval_reward']:.2f}")
     if "kl" in metrics:
         words.append(f"kl {metrics['kl']:.3f}")
+    if "distillation/reverse_kl" in metrics:
+        words.append(f"from the teacher {metrics['distillation/reverse_kl']:.3f}")
     words.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
-    if (waited := metrics.get("time/wait_ref", 0.0)) > 0.05:
-        words.append(f"reference {waited:.1f} s")
+    for name, phase in (("reference", "wait_ref"), ("teacher", "wait_teacher")):
+        if (waited := metrics.get(f"time/{phase}", 0.0)) > 0.05:
+            words.append(f"{name} {waited:.1f} s")
     return ", ".join(words)
 
 

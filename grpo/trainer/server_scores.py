@@ -27,7 +27,8 @@ class ServerScores:
 
     def close(self) -> None:
         """Send nothing more."""
-        self.client.close()
+        for client in self.clients.values():
+            client.close()
 
     def forget(self) -> None:
         """Forget the requests of the round before."""

@@ -121,7 +121,7 @@ def test_ranks_that_share_rows_from_a_checkpoint_on_train_as_those_that_do_not(r
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "ranks, kind, kills",
-    [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5), (2, "sharded", 5), (2, "shared rows", 5)],
+    [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA, taught", 5), (2, "sharded", 5), (2, "shared rows", 5)],
 )
 def test_killed_at_any_moment_it_ends_with_the_same_weights(ranks, kind, kills, resumable, undisturbed, tmp_path, few):
     expected, run, killed = undisturbed(ranks, kind), tmp_path / "run", 0
