@@ -274,7 +274,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         forget_peak()
         clock = PhaseClock()
         with clock("update"):
-            update(watched, sequences, config, batcher, clock, beta=0.0, entropy_coef=0.0, requests={})
+            update(watched, sequences, config, batcher, clock, beta=0.0, entropy_coef=0.0)
         peaks[BACKWARD], peaks[STEP] = watched.before_step - start, peak_above(start)
         if torch.cuda.is_available():  # the clock has read the peak of each phase, and begun a new one
             highest = clock.memory["memory/peak_update"], clock.memory["memory/peak_optimizer"]

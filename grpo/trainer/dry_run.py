@@ -2,22 +2,17 @@
 makes no folder, waits for no server and loads no weights."""
 
 import logging
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from grpo.client.connection import Connection
-from grpo.client.reference import check_reference
-from grpo.client.server_errors import RequestFailure, ServerError
-from grpo.config.errors import COMMAND, ConfigError, one_line
+from grpo.config.errors import ConfigError, one_line
 from grpo.config.trainer import TrainerConfig
 from grpo.data.mixture import weights_of
 from grpo.model.fingerprint import describe_without_weights
@@ -27,16 +22,15 @@ from grpo.model.lora import check_adapter
 from grpo.model.memory import Memory, Terms, change_lines, trainer_lines
 from grpo.model.packing import Batcher
 from grpo.model.pictures import vision_parameters
-from grpo.pool.client import PoolClient
 from grpo.run.checkpoints import check_space
 from grpo.run.collective import own_place
 from grpo.run.folder import check_login
 from grpo.run.preflight import RunDescription
 from grpo.run.run_folder import Damaged, find_checkpoints, find_run_folder, finished_steps, read_progress
 from grpo.trainer.deepspeed_engine import engine_config
+from grpo.trainer.describe_servers import is_url, server_lines
 from grpo.trainer.inputs import Inputs, read_inputs
 from grpo.trainer.policy import policy_on_meta
-from grpo.trainer.pool_sampler import describe_workers
 from grpo.trainer.rank_memory import RankWork, rank_memory
 from grpo.wire.health import ModelInfo
 
@@ -105,30 +99,7 @@ def _describe_inputs(work: RankWork, inputs: Inputs, model: PreTrainedModel, pol
         *([f"  answers    {_describe_turns(config, inputs)}"] if inputs.turns is not None else []),
         f"  rewards    {', '.join([*weighted, *(name for name in inputs.rewards if name not in rewards)])}",
     ]
-    if config.beta == 0:
-        lines.append("  reference  none: beta is 0")
-    elif config.ref != "server":
-        way = "its adapter off" if config.ref == "adapter_off" else "from a copy of its weights"
-        lines.append(f"  reference  the trainer itself, {way}")
-    elif COMMAND in os.environ and config.ref_servers == [f"http://127.0.0.1:{config.port}"]:
-        lines.append(f"  reference  {config.ref_servers[0]}, which grpo.launch starts with the run")
-    else:
-        connection = Connection(config, "logprobs")
-
-        def check(url: str) -> str:
-            reference = connection.health(url).model
-            policy = replace(policy_info, fingerprint=reference.fingerprint)
-            check_reference(config, policy, reference, has_pictures=bool(inputs.pictured))
-            return _ready(reference)
-
-        lines += [f"  reference  {_answer(url, check)}" for url in config.ref_servers]
-    if config.sampler == "pool":
-        replay = f"of the run in {config.replay}"
-        lines.append(f"  sampler    {_answer(config.pool, partial(_pool, config)) if config.pool else replay}")
-    for url in [reward for reward in rewards.values() if _is_url(reward)]:
-        answer = _answer(url, lambda url: _ready(Connection(config, "reward").health(url).model))
-        lines.append(f"  rewards    {answer}")
-    return lines
+    return lines + server_lines(config, policy_info, inputs)
 
 
 def _describe_mixture(config: TrainerConfig, inputs: Inputs) -> str:
@@ -136,30 +107,6 @@ def _describe_mixture(config: TrainerConfig, inputs: Inputs) -> str:
     weights = weights_of(config) or counts
     shares = {source: weights[source] / sum(weights.values()) for source in counts}
     return ", ".join(f"{source}: {count:,}, {shares[source]:.0%} of a run's" for source, count in counts.items())
-
-
-def _answer(url: str, ask: Callable[[str], str]) -> str:
-    """Ask a server once, and return its answer, or its failure, as a sentence."""
-    try:
-        return f"{url} {ask(url)}"
-    except RequestFailure as failure:
-        return f"{url} {failure}: a run would wait for it"
-    except ServerError as error:
-        return f"{url} cannot serve this run: {str(error).removeprefix(f'{url} ')}"
-
-
-def _ready(model_info: ModelInfo) -> str:
-    return f"is ready: {model_info.name}, {model_info.dtype} on {model_info.device}"
-
-
-def _pool(config: TrainerConfig, url: str) -> str:
-    pool = PoolClient(url, token=config.token, ref_ca_file=config.ref_ca_file)
-    run, status = pool.run(), pool.status()
-    return f"is a pool {f'of run {run.name}' if run else 'of no run yet'}; {describe_workers(status, url)}"
-
-
-def _is_url(reward: Callable | str) -> bool:
-    return isinstance(reward, str) and "://" in reward
 
 
 def _count(parameters: Iterable[nn.Parameter], what: str) -> str:
@@ -255,7 +202,7 @@ def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -
     """Return the weights of the reward models that every rank loads. Raises ConfigError for a name that has none."""
     terms = {}
     for name in rewards.values():
-        if not isinstance(name, str) or _is_url(name):
+        if not isinstance(name, str) or is_url(name):
             continue
         with refuse_unloadable("reward_funcs", name), torch.device("meta"):
             settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
