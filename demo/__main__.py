@@ -155,13 +155,19 @@ def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
 
 
 def train(
-    folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None, demo: Demo = TEXT
+    folder: Path,
+    seed: int,
+    *options: str,
+    meanwhile: Callable[[], None] = lambda: None,
+    demo: Demo = TEXT,
+    name: str = "run",
 ) -> None:
-    """Run `grpo launch` with more options to its end; call `meanwhile` a few times a second. Raises DemoError."""
-    shutil.rmtree(folder / "run", ignore_errors=True)
+    """Run `grpo launch` with more options to its end, in the folder of this name; call `meanwhile` a few times a
+    second. Raises DemoError."""
+    shutil.rmtree(folder / name, ignore_errors=True)
     words = ["--nproc_per_node", RANKS, "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]
-    words += ["--output_dir", folder / "run", *options]
+    words += ["--output_dir", folder / name, *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
     try:
         while run.poll() is None:

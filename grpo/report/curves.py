@@ -51,6 +51,7 @@ PANELS = {
     ],
     "Policy": [
         Panel("KL to the reference, nats per token", ("kl",), overview=True),
+        Panel("distance from the teacher, nats per token", ("distillation/*",), overview=True),
         Panel("entropy, nats per token", ("entropy",)),
         Panel("loss", ("loss", "policy_loss")),
         Panel("gradient norm", ("grad_norm",)),

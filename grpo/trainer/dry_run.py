@@ -97,7 +97,7 @@ def _describe_inputs(work: RankWork, inputs: Inputs, model: PreTrainedModel, pol
         *([f"             {_describe_mixture(config, inputs)}"] if inputs.examples[0].source else []),
         *([f"  pictures   in {len(inputs.pictured):,} of these prompts{most_pictures}"] if takes_pictures else []),
         *([f"  answers    {_describe_turns(config, inputs)}"] if inputs.turns is not None else []),
-        f"  rewards    {', '.join([*weighted, *(name for name in inputs.rewards if name not in rewards)])}",
+        f"  rewards    {', '.join([*weighted, *(name for name in inputs.rewards if name not in rewards)]) or 'none'}",
     ]
     return lines + server_lines(config, policy_info, inputs)
 

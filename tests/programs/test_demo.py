@@ -18,6 +18,7 @@ from PIL import Image
 from processes import left_of, processes_below, wait_for_file
 from rounding import NO_KL
 
+from demo import distill
 from demo.__main__ import REAL, TEXT, TOOLS, VISION, lines_of, rise_of, train
 from demo.english import QUESTIONS
 from demo.pictures import MOST, png
@@ -95,6 +96,30 @@ def test_the_demo_learns_with_the_shipped_seed_and_its_saved_model_has_the_accur
         assert found[name] == recorded[name]
     assert found["eval_avg@4"] > 0.5 and found["eval_avg@4"] < found["eval_pass@4"] <= 1
     assert f"accuracy, greedy {100 * recorded['eval_accuracy']:.1f} %" in " ".join(ended.stdout.split())
+
+
+def test_what_grpo_trained_teaches_the_model_that_it_was_trained_from(built, tmp_path, capsys):
+    """The second half of `make demo-distill`."""
+    (tmp_path / "grpo").symlink_to(built[0] / "run")
+    for name in ("model", "data"):
+        (tmp_path / name).symlink_to(built[0] / name)
+    with distill.teacher(tmp_path) as url:
+        distill.learn(tmp_path, 0, url)
+    distill.report(tmp_path)
+    assert "distillation: 90% after " in capsys.readouterr().out
+    curve = distill.Curve.of("distillation", tmp_path / "distill")
+    assert curve.steps == [*range(13)] and curve.accuracy[-1] > 0.9
+    drawn = [line for line in trainer_runs.lines(tmp_path / "distill/metrics.jsonl") if line["step"]]
+    assert curve.tokens[-1] == sum(32 * line["completions/mean_length"] for line in drawn)
+    with Image.open(tmp_path / "curves.png") as image:
+        assert min(image.size) > 300
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pupil_needs_half_of_the_steps_and_tokens_with_any_seed(tmp_path, seed):
+    ended = run_python("-m", "demo.distill", "--folder", tmp_path, "--seed", str(seed))
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.rare
