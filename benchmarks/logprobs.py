@@ -4,6 +4,7 @@
     python -m benchmarks.logprobs --part update --layers 24     ... with all of Qwen2.5-0.5B's layers
     python -m benchmarks.logprobs --part memory                 ours alone: peaks as vocabulary and lengths double
     python -m benchmarks.logprobs --part settings               TRL alone: where its best settings come from
+    python -m benchmarks.logprobs --part teacher --layers 24    what the likeliest tokens cost a server
 
 Needs trl (written for 1.16.0) and matplotlib. Tables go to stdout, progress to stderr. Both sides compute the same loss
 and the same gradients: that is checked before anything is timed, and a difference ends the run.
@@ -21,6 +22,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -38,6 +40,7 @@ from benchmarks.common import (
     peak_above,
     qwen,
     random_model,
+    ratios,
     seconds,
     skewed,
     spread,
@@ -51,6 +54,7 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor
 from grpo.model.trial import make_batcher
+from grpo.server.scorer import completion_logprobs
 
 PAD, EPSILON, BETA = 0, 0.2, 0.04
 GROUP, PROMPT, COMPLETION = 8, 200, (50, 400)
@@ -358,6 +362,24 @@ BODY = 1024
 """a vocabulary so small that what is measured is the body of the model and hardly the head"""
 
 
+def part_teacher(layers: int, vocabulary: int, repeats: int) -> None:
+    """Score as a server does, without and with the likeliest tokens, in turn."""
+    ours, work = Setting("ours", layers, vocabulary).build(), make_work(vocabulary)
+
+    def score(top_k: int) -> None:
+        with torch.inference_mode():
+            completion_logprobs(ours.model, ours.batcher, work.sequences, 1.0, top_k, known_ids=vocabulary)
+
+    score(64)
+    times = in_turn({str(top_k): partial(score, top_k) for top_k in (0, 16, 64)}, repeats)
+    print(f"\n### Likeliest tokens: {layers} layers, {describe(work, vocabulary)}, {repeats} in turn\n")
+    rows = [
+        [top_k, 4 + 8 * int(top_k), spread(values), spread(ratios(values, times["0"]))]
+        for top_k, values in times.items()
+    ]
+    print(table(["top_k", "bytes a token", "seconds", "times that of 0"], rows))
+
+
 def part_memory(layers: int, vocabulary: int) -> None:
     vocabularies = [BODY, *(vocabulary // part for part in (8, 4, 2, 1))]
     scales = [1, 2, 4, 8]
@@ -415,7 +437,7 @@ def describe(work: Work, vocabulary: int = 0) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.logprobs", description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["update", "memory", "settings", "all"], default="all")
+    parser.add_argument("--part", choices=["update", "memory", "settings", "teacher", "all"], default="all")
     parser.add_argument("--layers", type=int, default=4, help="of 24 (default: 4)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
     parser.add_argument("--repeats", type=int, default=5, help="of everything timed (default: 5)")
@@ -429,7 +451,9 @@ def main() -> None:
     chosen = ["update", "memory"] if arguments.part == "all" else [arguments.part]
     size = arguments.layers, arguments.vocabulary
     print(machine())
-    if chosen != ["settings"]:
+    if "teacher" in chosen:
+        part_teacher(*size, arguments.repeats)
+    if {"update", "memory"} & {*chosen}:
         check_exactness(*size)
     if "update" in chosen:
         part_update(*size, arguments.repeats)

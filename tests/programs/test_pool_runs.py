@@ -25,6 +25,7 @@ from trainer_runs import (
     one_line,
     options,
     plain_python,
+    reference,
     run_ranks,
     start,
     timeless,
@@ -67,6 +68,12 @@ def check_same(run: Path, expected: Path) -> None:
     assert (run / "completions.jsonl").read_text() == (expected / "completions.jsonl").read_text()
 
 
+@pytest.fixture
+def exit_stack():
+    with ExitStack() as stack:
+        yield stack
+
+
 @contextmanager
 def drawing(folder: Path, *names: str):
     """A ready pool with workers."""
@@ -76,15 +83,18 @@ def drawing(folder: Path, *names: str):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["whole", "shared out", "shared out, with an adapter"])
-def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itself(words, tmp_path, kind):
+def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itself(
+    words, model_folder, tmp_path, kind, exit_stack
+):
     """With replaced groups, rounds of two steps and two updates from each, and another pool for the second round. Ranks
-    that share out the weights have them whole to draw, and never where workers draw."""
+    that share out the weights have them whole to draw, and never where workers draw. The adapter has a teacher."""
     changes = {"max_resample": 1, "reward_tolerance": 0.15, "steps_per_generation": 2, "num_iterations": 2}
     changes |= {"importance_sampling_mode": "none"}
     if kind != "whole":
         changes |= {"deepspeed": in_layers(ON_CARDS, tmp_path)}
     if "adapter" in kind:
-        changes |= KINDS["LoRA"]
+        teacher = exit_stack.enter_context(reference(model_folder, tmp_path / "teacher"))
+        changes |= KINDS["LoRA, taught"] | {"teacher_servers": teacher.url}
     finish(2, words(tmp_path / "own", **changes))
     for steps, names in ((4, "ab"), (STEPS, "c")):
         folder = tmp_path / f"pool-{steps}"
