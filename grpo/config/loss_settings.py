@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from grpo.config.errors import require
 from grpo.config.fields import Section, option
 from grpo.config.sampling_settings import AnsweringConfig
 from grpo.config.user_code import check_file
@@ -169,6 +171,9 @@ class LossSection(Section):
             self.refuse("reward_tolerance", f"{estimator} may learn from a group of equal rewards: use 0")
 
 
+JUDGE = "judge:"  # before the file of a judge, among reward functions
+
+
 def is_users_own(name: str) -> bool:
     """Tell whether a reward is the user's code, model or server, not a function of reward.py."""
     return ":" in name or "/" in name
@@ -180,8 +185,9 @@ class RewardSection(Section):
 
     reward_funcs: list[str] | None = option(
         None,
-        "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
-        "servers with --task reward; may be empty with a teacher, or where an environment gives rewards; unset: "
+        "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), URLs of "
+        "servers with --task reward, or judge:RUBRIC.yaml (docs/judges.md); may be empty with a teacher, or "
+        "where an environment gives rewards; unset: "
         "correctness_reward and format_reward, with an agent none",
         common=True,
         may_be_empty=True,
@@ -197,7 +203,10 @@ class RewardSection(Section):
         if self.reward_funcs is None:
             self.reward_funcs = [] if getattr(self, "agent", None) else ["correctness_reward", "format_reward"]
         for name in self.reward_funcs:
-            if ":" in name and "://" not in name:
+            if name.startswith(JUDGE):
+                is_there = Path(name.removeprefix(JUDGE)).is_file()
+                require(is_there, "reward_funcs", name, "no such file: write a rubric, as docs/judges.md shows")
+            elif ":" in name and "://" not in name:
                 check_file("reward_funcs", name)
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)

@@ -4,6 +4,7 @@ format_reward             a function of reward.py; with other tags, format_rewar
 path/to/file.py:brevity   a function of another file
 org/model, ./folder       a reward model, loaded in the trainer; the name has a slash
 http://machine:59876      a reward model on a server of its own: python ref_server.py --task reward
+judge:rubric.yaml         another model's verdict, by the OpenAI API
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from grpo.config.errors import ConfigError, RewardError
+from grpo.config.loss_settings import JUDGE
 from grpo.config.programs import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import Key
@@ -34,6 +36,7 @@ from grpo.rewards.functions import (
     make_error,
     text_of,
 )
+from grpo.rewards.judge import Judge
 from grpo.usercode.prints import PRINTS
 from grpo.usercode.process import count_processes, run_in_loop
 from grpo.wire.refusals import ProtocolError
@@ -148,6 +151,9 @@ def compute_rewards(
 
 def _find_reward(name: str) -> tuple[str, Callable | str]:
     """Return the name that a reward is logged under, and the function, or the model's folder, hub id or URL."""
+    if name.startswith(JUDGE):
+        judge = Judge(Path(name.removeprefix(JUDGE)))
+        return judge.__name__, judge
     if name.startswith(("http://", "https://")):
         url = name.rstrip("/")
         return url.partition("://")[2], url
