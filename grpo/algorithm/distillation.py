@@ -21,13 +21,13 @@ def divergence(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
     """
     student, teacher = _with_rest(student), _with_rest(teacher)
     if kind == "reverse_kl":
-        apart = _kl(student, teacher)
+        distance = _kl(student, teacher)
     elif kind == "forward_kl":
-        apart = _kl(teacher, student)
+        distance = _kl(teacher, student)
     else:
         middle = torch.logaddexp(student, teacher) - math.log(2)
-        apart = (_kl(student, middle) + _kl(teacher, middle)) / 2
-    return apart.float()
+        distance = (_kl(student, middle) + _kl(teacher, middle)) / 2
+    return distance.float()
 
 
 def _kl(of: Tensor, to: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def grpo_loss(
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
     if tokens.policy_top is not None:
-        metrics["distillation/loss"] = apart = _from_teacher(tokens, settings)
-        per_token = per_token + settings.distillation_coef * apart.nan_to_num(nan=0.0)
+        metrics["distillation/loss"] = distance = _from_teacher(tokens, settings)
+        per_token = per_token + settings.distillation_coef * distance.nan_to_num(nan=0.0)
     loss = (per_token * weights).sum()
     if settings.has_entropy_bonus:
         metrics["policy_loss:sum"] = loss.unsqueeze(0)
@@ -130,12 +130,12 @@ def _from_teacher(tokens: Tokens, settings: LossSection) -> torch.Tensor:
     """Return the policy's divergence from the teacher, [T]: NaN, without a gradient, where there is no teacher."""
     known = ~tokens.teacher_logprobs.isnan()
     own = tokens.policy_top.detach()  # instead of NaN, which would reach the gradient
-    apart = divergence(
+    distance = divergence(
         torch.where(known.unsqueeze(1), tokens.policy_top, own),
         torch.where(known.unsqueeze(1), tokens.teacher_top, own),
         settings.distillation_loss,
     )
-    return apart.masked_fill(~known, torch.nan)
+    return distance.masked_fill(~known, torch.nan)
 
 
 def _kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:

@@ -253,6 +253,9 @@ class TrainerConfig(
             self.refuse("ref_update_steps", "there is no reference server: use 0, or a beta above 0 and ref server")
         if self.ref_update_steps % self.updates_per_round > 0:
             self.refuse("ref_update_steps", f"a round has one reference: use a multiple of {self.updates_per_round}")
+        urls = {url for of_source in self.teachers.values() for url in of_source}
+        if self.ref_update_steps > 0 and needs_server and urls & {*self.ref_servers}:
+            self.refuse("teacher_servers", "ref_update_steps replaces the model of a reference server: use another")
         if self.ref_update_steps > 0 and self.quantization != "none":
             self.refuse("ref_update_steps", "4-bit weights cannot be replaced on a server: use 0")
 

@@ -142,7 +142,7 @@ def _check_kind(path: Path, name: str, value: Any, kind: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgeAnswer:
     """An answer of the judge."""
 
     text: str
@@ -151,7 +151,7 @@ class Answer:
     is_kept: bool = False  # whether it was answered before
 
 
-class Answers:
+class KeptAnswers:
     """The answers that a judge gave, by the sum of what it was asked, in SQLite: all ranks have one file, and a resumed
     run pays nothing twice and has the same rewards."""
 
@@ -165,12 +165,12 @@ class Answers:
         with closing(sqlite3.connect(self._path, timeout=60)) as database, database:
             yield database
 
-    def find(self, asked: str) -> Answer | None:
+    def find(self, asked: str) -> JudgeAnswer | None:
         with self._open() as database:
             row = database.execute("SELECT text, tokens FROM answers WHERE asked = ?", [asked]).fetchone()
-        return None if row is None else Answer(text=row[0], tokens=row[1], seconds=0.0, is_kept=True)
+        return None if row is None else JudgeAnswer(text=row[0], tokens=row[1], seconds=0.0, is_kept=True)
 
-    def keep(self, asked: str, answer: Answer) -> Answer:
+    def keep(self, asked: str, answer: JudgeAnswer) -> JudgeAnswer:
         """Keep an answer, unless another rank has kept one: return the one that counts."""
         with self._open() as database:
             row = asked, answer.text, answer.tokens
@@ -190,7 +190,7 @@ class Judge:
         """Raises ConfigError for a wrong rubric, or a key that cannot be read."""
         self.rubric, self.path, self.__name__ = Rubric.read(path), path, path.stem
         self._key = self.rubric.key(path)
-        self._answers: Answers | None = None
+        self._answers: KeptAnswers | None = None
         self._sessions = threading.local()
         self._failure = ""  # the last one
 
@@ -207,7 +207,7 @@ class Judge:
         self, prompts: list, completions: list, columns: Mapping[str, list], log_metric: Callable[[str, float], None]
     ) -> list[float | None]:
         rubric = self.rubric
-        self._answers = self._answers or Answers(self.path.with_name(f"{self.path.name}.sqlite"))
+        self._answers = self._answers or KeptAnswers(self.path.with_name(f"{self.path.name}.sqlite"))
         bodies = [
             [self._body(row, vote) for vote in range(rubric.votes)] for row in self._rows(prompts, completions, columns)
         ]
@@ -258,7 +258,7 @@ class Judge:
             "seed": vote,
         }
 
-    def _answer(self, asked: str, body: dict[str, Any]) -> Answer | None:
+    def _answer(self, asked: str, body: dict[str, Any]) -> JudgeAnswer | None:
         """Return a kept answer, or ask the judge; None if it did not answer in all tries. Raises RewardError."""
         if (kept := self._answers.find(asked)) is not None:
             return kept
@@ -284,7 +284,7 @@ class Judge:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             reason = f"{error}: {said.text[:300]!r}"
             raise RewardError(f"the judge {self.__name__} at {rubric.base_url} refused a request: {reason}") from error
-        return self._answers.keep(asked, Answer(text=text, tokens=tokens, seconds=time.monotonic() - began))
+        return self._answers.keep(asked, JudgeAnswer(text=text, tokens=tokens, seconds=time.monotonic() - began))
 
     def _session(self) -> requests.Session:
         """Return this thread's session, which sends a failed request again, as Retry-After says or with growing
@@ -307,7 +307,7 @@ class Judge:
                 session.headers["Authorization"] = f"Bearer {self._key}"
         return self._sessions.session
 
-    def _wait(self, pending: Mapping[str, Future[Answer | None]]) -> None:
+    def _wait(self, pending: Mapping[str, Future[JudgeAnswer | None]]) -> None:
         """Wait for all answers, or for the deadline. Raises the first RewardError."""
         end = time.monotonic() + self.rubric.deadline
         while (seconds := end - time.monotonic()) > 0:
@@ -335,7 +335,7 @@ class Judge:
 
     def _log(
         self,
-        answers: Mapping[str, Answer],
+        answers: Mapping[str, JudgeAnswer],
         verdicts: list[list[float | None]],
         log_metric: Callable[[str, float], None],
     ) -> None:
@@ -352,7 +352,7 @@ class Judge:
             log_metric(f"judge/{self.__name__}/{name}", float(value))
 
 
-def _is_answered(future: Future[Answer | None]) -> bool:
+def _is_answered(future: Future[JudgeAnswer | None]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None and future.result() is not None
 
 

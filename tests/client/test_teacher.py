@@ -71,6 +71,7 @@ def test_teachers_are_named_by_source():
         ({"teacher_servers": [URL], "loss_type": "vespo"}, "loss_type='vespo': vespo has one weight for a sequence"),
         ({"teacher_servers": [URL], "num_generations": 1}, "grpo compares a prompt's completions: use 2 or more"),
         ({"teacher_servers": [URL], "reward_weights": [0, 0], "max_resample": 1}, "max_resample=1: it needs rewards"),
+        ({"teacher_servers": [URL], "ref_servers": [URL], "ref_update_steps": 2}, "replaces the model of a reference"),
         ({"reward_funcs": []}, "name a reward function, an environment or agent that gives rewards, or a teacher"),
     ],
 )
