@@ -208,20 +208,21 @@ class Judge:
     ) -> list[float | None]:
         rubric = self.rubric
         self._answers = self._answers or KeptAnswers(self.path.with_name(f"{self.path.name}.sqlite"))
-        bodies = [
-            [self._body(row, vote) for vote in range(rubric.votes)] for row in self._rows(prompts, completions, columns)
-        ]
-        # Equal completions of a prompt are asked about once.
+        bodies: dict[str, dict] = {}  # by their sums: equal completions of a prompt are asked about once
+        votes: list[list[str]] = []  # the sums of each completion's
+        for row in self._rows(prompts, completions, columns):
+            of_completion = {_sum_of(body): body for body in (self._body(row, vote) for vote in range(rubric.votes))}
+            bodies |= of_completion
+            votes.append([*of_completion])
         threads = ThreadPoolExecutor(rubric.concurrency, thread_name_prefix=f"judge-{self.__name__}")
-        unique = {_sum_of(body): body for of_completion in bodies for body in of_completion}
         try:
-            pending = {asked: threads.submit(self._answer, asked, body) for asked, body in unique.items()}
+            pending = {asked: threads.submit(self._answer, asked, body) for asked, body in bodies.items()}
             self._wait(pending)
             answers = {asked: future.result() for asked, future in pending.items() if _is_answered(future)}
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-        of_completions = [[answers.get(_sum_of(body)) for body in of_completion] for of_completion in bodies]
-        verdicts = [[None if answer is None else self._verdict(answer.text) for answer in of] for of in of_completions]
+        read = {asked: self._verdict(answer.text) for asked, answer in answers.items()}
+        verdicts = [[read.get(asked) for asked in of_completion] for of_completion in votes]
         rewards = [_median(of_completion) for of_completion in verdicts]
         self._log(answers, verdicts, log_metric)
         if rubric.missing == "end" and None in rewards:

@@ -50,9 +50,8 @@ class Servers:
         of_reference = [] if self.reference_client is None else [self.reference_client]
         return [*of_reference, *self.teacher_clients.values()]
 
-    @property
-    def scorers(self) -> list[ServerScores]:
-        """the servers that rounds ask about completions"""
+    def make_scorers(self) -> list[ServerScores]:
+        """Return what rounds ask about completions."""
         scorers = []
         if self.reference_client is not None:
             scorers.append(ServerScores("ref_logprobs", {"": self.reference_client}, phase="wait_ref"))

@@ -103,7 +103,7 @@ def set_up(
         batcher=share_rows(batcher, engine.module, config.sequence_parallel_size),
         stream=inputs.stream,
         rewarder=Rewarder(inputs.rewards, started, config),
-        scorers=servers.scorers,
+        scorers=servers.make_scorers(),
         reference=local_reference,
         weights_to_draw=partial(whole_weights, engine) if workers is None else nullcontext,
     )
