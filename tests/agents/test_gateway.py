@@ -4,7 +4,9 @@ import concurrent.futures
 import functools
 import json
 import threading
+import time
 
+import bottle
 import openai
 import pytest
 import requests
@@ -193,15 +195,29 @@ def test_a_retry_draws_nothing_again_and_a_lost_answer_is_not_trained_on(desk):
     assert len(session.episode.nodes) == 1
     del ask["headers"]["X-Stainless-Retry-Count"]
     assert requests.post(**ask).json()["choices"] != first["choices"]
-    impatient = desk.client(key, timeout=0.002, max_retries=50)
+    ended = threading.Event()
+    session.on_wait = functools.partial(waits_for_the_client_to_go, ended)
+    impatient = desk.client(key, timeout=openai.Timeout(60, read=0.2))
     with pytest.raises(openai.APITimeoutError):
-        impatient.with_options(max_retries=0).chat.completions.create(model="policy", messages=QUESTION, seed=5)
+        impatient.chat.completions.create(model="policy", messages=QUESTION, seed=5)
+    assert ended.wait(60)
+    session.on_wait = desk.waits.append
+    desk.client(key).chat.completions.create(model="policy", messages=QUESTION, seed=6)
     desk.gateway.close(key)
-    assert [node.is_seen for node in session.episode.nodes] == [True, True, False][: len(session.episode.nodes)]
-    branches = session.episode.branches()
-    assert sum(map(sum, (branch.drawn for branch in branches))) == sum(
-        len(node.ids) for node in session.episode.nodes[:2]
-    )
+    nodes = session.episode.nodes
+    assert [node.is_seen for node in nodes] == [True, True, False, True]
+    assert all(node.ids for node in nodes)
+    trained = sum(sum(branch.drawn) for branch in session.episode.branches())
+    assert trained == sum(len(node.ids) for node in nodes if node.is_seen)
+
+
+def waits_for_the_client_to_go(ended: threading.Event, waits: bool) -> None:
+    """Hold a request's answer back, in its thread, until the server knows that the client has hung up."""
+    is_gone = bottle.request.environ["waitress.client_disconnected"]
+    while waits and not is_gone():
+        time.sleep(0.01)
+    if not waits:
+        ended.set()
 
 
 def test_a_stream_that_breaks_off_is_had_whole_by_the_retry(desk):
