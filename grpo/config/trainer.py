@@ -232,9 +232,14 @@ class TrainerConfig(
         compares = estimator not in ("reinforce++", "remax") and ":" not in estimator and not self.is_taught_alone
         if self.num_generations == 1 and compares:
             self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")
-        for name, value in {"max_resample": 0, "dataset_order": "shuffled", "num_draws": None}.items():
-            needs_rewards = getattr(self, name) != value and self.is_taught_alone
-            self.check(not needs_rewards, **{name: "it needs rewards, and a teacher alone gives none: leave it out"})
+        needs_rewards = {
+            "max_resample": self.max_resample > 0,
+            "dataset_order": self.dataset_order == "adaptive",
+            "num_draws": self.draws > self.num_generations,
+        }
+        for name, is_needed in needs_rewards.items():
+            remedy = "it needs rewards, and a teacher alone gives none: leave it out"
+            self.check(not (is_needed and self.is_taught_alone), **{name: remedy})
         reason = "of one trained completion no rewards can differ: use num_generations 2 or more"
         self.check(self.num_generations > 1 or self.draws == 1, num_draws=reason)
         reason = "passk would judge other completions than it trains on: leave it out"

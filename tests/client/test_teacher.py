@@ -71,6 +71,8 @@ def test_teachers_are_named_by_source():
         ({"teacher_servers": [URL], "loss_type": "vespo"}, "loss_type='vespo': vespo has one weight for a sequence"),
         ({"teacher_servers": [URL], "num_generations": 1}, "grpo compares a prompt's completions: use 2 or more"),
         ({"teacher_servers": [URL], "reward_weights": [0, 0], "max_resample": 1}, "max_resample=1: it needs rewards"),
+        ({"teacher_servers": [URL], "reward_funcs": [], "num_draws": 16}, "num_draws=16: it needs rewards"),
+        ({"teacher_servers": [URL], "reward_funcs": [], "dataset_order": "adaptive"}, "'adaptive': it needs rewards"),
         ({"teacher_servers": [URL], "ref_servers": [URL], "ref_update_steps": 2}, "replaces the model of a reference"),
         ({"reward_funcs": []}, "name a reward function, an environment or agent that gives rewards, or a teacher"),
     ],
@@ -80,9 +82,21 @@ def test_settings_of_distillation_that_do_not_go_together_are_refused(settings, 
         TrainerConfig(**settings)
 
 
-def test_a_teacher_alone_needs_one_completion_of_a_prompt():
-    for settings in ({"reward_funcs": []}, {"reward_weights": [0, 0]}):
-        assert TrainerConfig(teacher_servers=[URL], num_generations=1, **settings).is_taught_alone
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reward_funcs": []},
+        {"reward_weights": [0, 0]},
+        {"reward_funcs": [], "num_draws": 1},
+        {"reward_funcs": [], "dataset_order": "as_is"},
+        {"reward_funcs": [], "dataset_order": "column:level"},
+    ],
+)
+def test_a_teacher_alone_needs_one_completion_of_a_prompt(settings):
+    assert TrainerConfig(teacher_servers=[URL], num_generations=1, **settings).is_taught_alone
+
+
+def test_a_teacher_beside_rewards_does_not_teach_alone():
     with_vespo = {"loss_type": "vespo", "distillation_loss": "jsd", "epsilon": 0.2}
     assert not TrainerConfig(teacher_servers=[URL], **with_vespo).is_taught_alone
 
