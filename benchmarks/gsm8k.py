@@ -15,15 +15,18 @@ import argparse
 import json
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from benchmarks.common import REPOSITORY, machine
 from benchmarks.real import GRPO, RESULTS, SIMPLE, write
 from demo.__main__ import ON_CARD
-from demo.gsm8k import FOLDER, PACKED, build, questions_of, train, words_of
+from demo.distill import teacher
+from demo.gsm8k import ENVIRONMENT, FOLDER, PACKED, build, fastest_dtype, questions_of, train, words_of
 
 NAME = "qwen"  # of the file of numbers
-BURKOV = "Burkov's"
+BURKOV, TAUGHT = "Burkov's", "taught by 1.5B"
 MEASURED = "last_number_reward demo/gsm8k.py:in_tags_reward"
 TAGS = "Write reasoning and answer within tags, like this: "
 SIDES = {
@@ -36,8 +39,11 @@ SIDES = {
     "--scale_rewards group --learning_rate 5e-6 --lr_scheduler_type constant --beta 0.04 --reward_funcs "
     f"correctness_reward 'format_reward(reasoning, answer)' {MEASURED} --reward_weights 1 1 0 0 "
     f"--system_prompt '{TAGS}<reasoning>...</reasoning><answer>...</answer>'",
+    TAUGHT: "--distillation_loss reverse_kl --reward_weights 0 0 0 --beta 0 --num_draws 1 --num_generations 1 "
+    "--prompts_per_step 32 --max_steps 20 --eval_steps 10 --learning_rate 2e-5 --micro_batch_tokens 1024",
 }
-"""each side's options beside those of configs/gsm8k_cpu.yaml: numbers of configs/simple_grpo.yaml and burkov.yaml"""
+"""each side's options beside those of configs/gsm8k_cpu.yaml: numbers of configs/simple_grpo.yaml and burkov.yaml; a
+teacher, which takes memory beside, teaches alone, at the rate of TRL's GKD"""
 OF_STEP = {
     "seconds": "step_time",
     "reward": "reward",
@@ -77,6 +83,16 @@ def form_of(row: dict) -> float:
     return row.get("rewards/tags_reward/mean", row.get("rewards/format_reward/mean", 0.0) / 0.8)
 
 
+@contextmanager
+def taught(model: Path, run: Path) -> Iterator[list[str]]:
+    """Serve the larger model; give the options of a run that it teaches."""
+    build(PACKED["1.5b"], model)
+    log = run.with_name(f"{run.name}-teacher.log")
+    options = ["--model_name_or_path", model, "--dtype", fastest_dtype()]
+    with teacher(*options, log=log, environment=ENVIRONMENT) as url:
+        yield ["--teacher_servers", url]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gsm8k", description=__doc__.splitlines()[0])
     parser.add_argument("--side", choices=SIDES, default=GRPO)
@@ -89,8 +105,9 @@ def main() -> None:
     run = folder / (f"seed{arguments.seed}/run" if arguments.side == GRPO else f"{name}-seed{arguments.seed}")
     build(PACKED["0.5b"], folder / "model")
     words = ["--dataset_name", questions_of(folder.parent), "--model_name_or_path", folder / "model"]
-    words += ["--seed", arguments.seed]
-    train(words_of(run, [*words, *shlex.split(SIDES[arguments.side]), *options]))
+    words += ["--seed", arguments.seed, *shlex.split(SIDES[arguments.side]), *options]
+    with taught(folder.parent / "1.5b/model", run) if arguments.side == TAUGHT else nullcontext([]) as teacher_words:
+        train(words_of(run, [*words, *teacher_words]))
     path = RESULTS / f"{NAME}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results.setdefault(arguments.side, {})[str(arguments.seed)] = measure(run)

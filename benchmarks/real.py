@@ -39,7 +39,7 @@ from grpo.rewards.compute import load_reward_funcs
 
 RESULTS = REPOSITORY / "benchmarks/results"
 GRPO, TRL, SIMPLE = "GRPO", "TRL", "simple_GRPO's"
-POOL = "pool, lag 1"
+POOL, BFLOAT16 = "pool, lag 1", "bfloat16"
 DRAWS, REPLACED, ADAPTIVE = "16 drawn, 8 trained on", "groups replaced", "adaptive order"
 SIDES = {
     GRPO: "",
@@ -56,6 +56,7 @@ SIDES = {
     DRAWS: "--num_draws 16",
     REPLACED: "--max_resample 4",
     ADAPTIVE: "--dataset_order adaptive",
+    BFLOAT16: "--dtype bfloat16",
 }
 """each side's options beside the demo's"""
 WORKERS = 2  # that draw for the pool

@@ -221,10 +221,10 @@ def places() -> dict[str, str]:
     return {name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE") if name in ENVIRONMENT}
 
 
-def start(words: list[str | Path], log: Path) -> subprocess.Popen:
+def start(words: list[object], log: Path, environment: dict[str, str] = ENVIRONMENT) -> subprocess.Popen:
     with open(log, "w", encoding="utf-8") as output:
         command = [sys.executable, *map(str, words)]
-        return subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def count_steps(folder: Path) -> int:

@@ -74,7 +74,7 @@ def main() -> int:
         if arguments.prepare:
             print(f"teacher, model and data are in {folder}")
             return 0
-        with teacher(folder) as url:
+        with teacher("--model_name_or_path", folder / "grpo/model", log=folder / "teacher.log") as url:
             print("the same model learns from the teacher alone")
             learn(folder, arguments.seed, url)
         report(folder)
@@ -88,11 +88,10 @@ def main() -> int:
 
 
 @contextmanager
-def teacher(folder: Path) -> Iterator[str]:
-    """Serve the model that GRPO trained; give its address."""
+def teacher(*options: object, log: Path, environment: dict[str, str] = ENVIRONMENT) -> Iterator[str]:
+    """Serve the model that the options name; give its address."""
     port = free_port()
-    words = ["ref_server.py", "--model_name_or_path", folder / "grpo/model", "--port", str(port)]
-    process = start(words, folder / "teacher.log")
+    process = start(["ref_server.py", "--port", port, *options], log, environment)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -45,6 +45,7 @@ from reward import correctness_reward, text_of
 
 FOLDER = Path("runs/gsm8k")
 CONFIG, CONFIG_ON_CARD = "configs/gsm8k_cpu.yaml", "configs/gsm8k_24gb.yaml"
+ENVIRONMENT = os.environ | ({} if ON_CARD else CPU | {"OMP_NUM_THREADS": str(os.cpu_count())})
 WIDTH = 896  # of the 0.5B model's layers, whose products are timed
 # Steps, and about their hours: so many at any rate, and so many more at so many GFLOP/s. Measured on two cores: 187 s a
 # step at 400 GFLOP/s, 150 s at 880; two evaluations take half an hour.
@@ -231,8 +232,7 @@ def build(packed: Packed, folder: Path) -> None:
 
 def train(words: list[str]) -> None:
     """Begin the training, or go on with it. Raises DemoError."""
-    environment = os.environ | ({} if ON_CARD else CPU | {"OMP_NUM_THREADS": str(os.cpu_count())})
-    process = subprocess.Popen([sys.executable, "-m", "grpo.launch", *words], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "grpo.launch", *words], env=ENVIRONMENT)
     try:
         code = process.wait()
     finally:
