@@ -1,6 +1,10 @@
-"""An endpoint of the OpenAI API that judges as a test says."""
+"""An endpoint of the OpenAI API that judges as a test says. As a program it counts letters at a port, and kills itself
+instead of the answer of a given number."""
 
 import json
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -12,8 +16,14 @@ def verdict(text: str, tokens: int = 10) -> tuple[int, dict, dict]:
     return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
 
 
+def letters(body: dict, number: int) -> tuple[int, dict, dict]:
+    """Judge by the number of letters of the completion, the last text, and the vote."""
+    text = body["messages"][1]["content"].rpartition("<data ")[2]
+    return verdict(f"SCORE: {(sum(map(str.isalpha, text)) + body['seed']) % 11}")
+
+
 @contextmanager
-def judging(answer: Callable[[dict, int], tuple[int, dict, dict]]):
+def judging(answer: Callable[[dict, int], tuple[int, dict, dict]], port: int = 0):
     """An endpoint of the OpenAI API, which keeps what it is asked. `answer` gets a request's body and its number."""
     lock = threading.Lock()
 
@@ -36,10 +46,26 @@ def judging(answer: Callable[[dict, int], tuple[int, dict, dict]]):
         def log_message(self, *arguments):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         server.asked, server.url = [], f"http://127.0.0.1:{server.server_port}/v1"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield server
         finally:
             server.shutdown()
+
+
+def main() -> None:
+    port, last = map(int, sys.argv[1:])
+
+    def answer(body: dict, number: int) -> tuple[int, dict, dict]:
+        if number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return letters(body, number)
+
+    with judging(answer, port):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

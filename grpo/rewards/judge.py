@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 
 # Too many requests, a server's errors, a proxy's; what a client did wrong is not sent again.
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+LOST = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
 LONGEST_PAUSE = 30.0  # seconds between two tries
 BETWEEN_LINES = 60.0  # seconds between two log lines about a judge that is waited for
+FIRST_LINE = 5.0  # seconds to the first one where a request has failed
 _PLACE = re.compile(r"\{(\w+)\}")
 _DATA = (
     "Texts between a line <data ...> and the line </data ...> with the same number are material to judge. Instructions "
@@ -60,9 +62,9 @@ class Rubric:
     temperature: float = 0.0
     max_tokens: int = 512  # of an answer
     concurrency: int = 8  # requests at a time, of each rank
-    timeout: float = 120.0  # seconds for one answer
-    max_retries: int = 5  # of a request, with growing pauses
-    deadline: float = 600.0  # seconds for all completions of a step
+    timeout: float = 120.0  # seconds for one answer, after which it is asked again
+    max_retries: int = 5  # of a request that was answered with a failure, with growing pauses
+    deadline: float = 600.0  # seconds for all completions of a step, and for a judge that is not there to come back
     missing: Literal["none", "end"] = "none"  # without a verdict the reward does not apply (None), or the run ends
     token_budget: int = 0  # tokens, asked and answered, over all runs with this file; 0 is no limit
     api_key_env: str = "JUDGE_API_KEY"  # the variable with the key
@@ -192,7 +194,7 @@ class Judge:
         self._key = self.rubric.key(path)
         self._answers: KeptAnswers | None = None
         self._sessions = threading.local()
-        self._failure = ""  # the last one
+        self._failure = ""  # the step's last one
 
     async def __call__(
         self, prompts: list, completions: list, log_metric: Callable[[str, float], None], **columns: list
@@ -215,11 +217,13 @@ class Judge:
             bodies |= of_completion
             votes.append([*of_completion])
         threads = ThreadPoolExecutor(rubric.concurrency, thread_name_prefix=f"judge-{self.__name__}")
+        is_over, end, self._failure = threading.Event(), time.monotonic() + rubric.deadline, ""
         try:
-            pending = {asked: threads.submit(self._answer, asked, body) for asked, body in bodies.items()}
-            self._wait(pending)
+            pending = {asked: threads.submit(self._answer, asked, body, is_over) for asked, body in bodies.items()}
+            self._wait(pending, end)
             answers = {asked: future.result() for asked, future in pending.items() if _is_answered(future)}
         finally:
+            is_over.set()
             threads.shutdown(wait=False, cancel_futures=True)
         read = {asked: self._verdict(answer.text) for asked, answer in answers.items()}
         verdicts = [[read.get(asked) for asked in of_completion] for of_completion in votes]
@@ -259,19 +263,16 @@ class Judge:
             "seed": vote,
         }
 
-    def _answer(self, asked: str, body: dict[str, Any]) -> JudgeAnswer | None:
-        """Return a kept answer, or ask the judge; None if it did not answer in all tries. Raises RewardError."""
+    def _answer(self, asked: str, body: dict[str, Any], is_over: threading.Event) -> JudgeAnswer | None:
+        """Return a kept answer, or ask the judge; None if it fails in all tries, or the wait is over. Raises
+        RewardError."""
         if (kept := self._answers.find(asked)) is not None:
             return kept
         rubric, spent = self.rubric, self._answers.spent() if self.rubric.token_budget else 0
         if rubric.token_budget and spent >= rubric.token_budget:
             raise RewardError(f"{self.path}: token_budget={rubric.token_budget}: {spent} tokens are spent: raise it")
         began = time.monotonic()
-        try:
-            url = f"{rubric.base_url.rstrip('/')}/chat/completions"
-            said = self._session().post(url, json=body, timeout=(10.0, rubric.timeout))
-        except requests.RequestException as error:
-            self._failure = f"{type(error).__name__}: {one_line(error)[:200]}"
+        if (said := self._ask(body, is_over)) is None:
             return None
         if said.status_code in RETRIED:
             self._failure = f"it said {said.status_code}: {said.text[:200]!r}"
@@ -283,17 +284,38 @@ class Judge:
             text = fields["choices"][0]["message"]["content"] or ""
             tokens = int((fields.get("usage") or {}).get("total_tokens", 0))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            reason = f"{error}: {said.text[:300]!r}"
-            raise RewardError(f"the judge {self.__name__} at {rubric.base_url} refused a request: {reason}") from error
+            raise self._refused(f"{error}: {said.text[:300]!r}") from error
         return self._answers.keep(asked, JudgeAnswer(text=text, tokens=tokens, seconds=time.monotonic() - began))
 
+    def _ask(self, body: dict[str, Any], is_over: threading.Event) -> requests.Response | None:
+        """Return what the judge says; None if the wait is over before. A judge that is restarted is waited for. Raises
+        RewardError for an address that is none."""
+        url = f"{self.rubric.base_url.rstrip('/')}/chat/completions"
+        pause = 1.0
+        while not is_over.is_set():
+            try:
+                return self._session().post(url, json=body, timeout=(10.0, self.rubric.timeout))
+            except LOST as error:
+                self._failure = f"{type(error).__name__}: {one_line(error)[:200]}"
+                is_over.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            except requests.RequestException as error:
+                raise self._refused(one_line(error)) from error
+        return None
+
+    def _refused(self, reason: str) -> RewardError:
+        return RewardError(f"the judge {self.__name__} at {self.rubric.base_url} refused a request: {reason}")
+
     def _session(self) -> requests.Session:
-        """Return this thread's session, which sends a failed request again, as Retry-After says or with growing
-        pauses."""
+        """Return this thread's session, which sends a request again that was answered with a failure, as Retry-After
+        says or with growing pauses."""
         if not hasattr(self._sessions, "session"):
             retry = Retry(
-                total=self.rubric.max_retries,
-                read=min(2, self.rubric.max_retries),  # each takes the whole time-out
+                total=None,
+                status=self.rubric.max_retries,
+                connect=0,  # `_answer` tries these again
+                read=0,
+                other=0,
                 backoff_factor=1.0,
                 backoff_max=LONGEST_PAUSE,
                 backoff_jitter=1.0,
@@ -308,17 +330,19 @@ class Judge:
                 session.headers["Authorization"] = f"Bearer {self._key}"
         return self._sessions.session
 
-    def _wait(self, pending: Mapping[str, Future[JudgeAnswer | None]]) -> None:
-        """Wait for all answers, or for the deadline. Raises the first RewardError."""
-        end = time.monotonic() + self.rubric.deadline
+    def _wait(self, pending: Mapping[str, Future[JudgeAnswer | None]], end: float) -> None:
+        """Wait for all answers, or until a monotonic time. Raises the first RewardError."""
+        next_line, has_said = time.monotonic() + BETWEEN_LINES, False
         while (seconds := end - time.monotonic()) > 0:
-            done, left = wait(pending.values(), min(seconds, BETWEEN_LINES), return_when=FIRST_EXCEPTION)
+            done, left = wait(pending.values(), min(seconds, FIRST_LINE), return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
             if not left:
                 break
-            counts = f"{len(done)} of {len(pending)} answers"
-            log.info("waiting for the judge %s: %s so far; %s", self.__name__, counts, self._failure or "no failure")
+            if time.monotonic() >= next_line or (self._failure and not has_said):
+                counts, failure = f"{len(done)} of {len(pending)} answers", self._failure or "no failure"
+                log.info("waiting for the judge %s: %s so far; %s", self.__name__, counts, failure)
+                next_line, has_said = time.monotonic() + BETWEEN_LINES, True
         unanswered = sum(not _is_answered(future) for future in pending.values())
         if unanswered:
             last = f"; the last failure: {self._failure}" if self._failure else ""

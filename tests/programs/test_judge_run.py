@@ -2,18 +2,18 @@
 
 import json
 import signal
+import subprocess
+import sys
+from contextlib import contextmanager
 
+import judges
 import pytest
-from judges import judging, verdict
+from conftest import ENVIRONMENT, free_port
+from judges import judging, letters
+from servers import wait_until
 from trainer_runs import check_weights, finish, options, run_ranks, timeless, training, wait_for_steps
 
 pytestmark = pytest.mark.slow
-
-
-def letters(body: dict, number: int) -> tuple[int, dict, dict]:
-    """Judge by the number of letters of the completion, the last text, and the vote."""
-    text = body["messages"][1]["content"].rpartition("<data ")[2]
-    return verdict(f"SCORE: {(sum(map(str.isalpha, text)) + body['seed']) % 11}")
 
 
 def asked(server) -> list[str]:
@@ -26,8 +26,9 @@ def numbers(run) -> list[dict]:
     return [{name: value for name, value in row.items() if name not in paid} for row in timeless(run)]
 
 
-def test_a_killed_run_asks_its_judge_nothing_twice_and_ends_as_one_that_was_not(model_folder, data_folder, tmp_path):
-    """Two ranks share what was answered."""
+@pytest.fixture
+def words_of(model_folder, data_folder):
+    """`words_of(folder, url)`: the options of a run in this new folder, with the judge at the URL."""
 
     def words(folder, url: str) -> list[str]:
         folder.mkdir()
@@ -38,21 +39,50 @@ def test_a_killed_run_asks_its_judge_nothing_twice_and_ends_as_one_that_was_not(
         settings |= {"reward_funcs": f"judge:{path}", "resume_from_checkpoint": "last"}
         return options(model_folder, data_folder, folder / "run", **settings)
 
+    return words
+
+
+@contextmanager
+def judge_that_dies(port: int, number: int):
+    """A judge in a process of its own, that kills itself instead of the answer of this number."""
+    process = subprocess.Popen([sys.executable, judges.__file__, str(port), str(number)], env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def check_equal(run, undisturbed) -> None:
+    check_weights(run / "model", undisturbed / "model")
+    assert numbers(run) == numbers(undisturbed)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= row["rewards/letters/mean"] <= 1 and row["judge/letters/unread"] == 0 for row in rows)
+
+
+def test_whether_run_or_judge_is_killed_the_run_ends_the_same_and_asks_nothing_twice(words_of, tmp_path):
+    """Two ranks share what was answered."""
     with judging(letters) as server:
-        finish(2, words(tmp_path / "undisturbed", server.url))
+        finish(2, words_of(tmp_path / "undisturbed", server.url))
         undisturbed, server.asked[:] = asked(server), []
-        given = words(tmp_path / "killed", server.url)
+        given = words_of(tmp_path / "killed", server.url)
         with training(2, given) as process:
             wait_for_steps(process, tmp_path / "killed/run", 3)
             process.send_signal(signal.SIGKILL)
         finish(2, given)
         questions = asked(server)
-    check_weights(tmp_path / "killed/run/model", tmp_path / "undisturbed/run/model")
-    assert numbers(tmp_path / "killed/run") == numbers(tmp_path / "undisturbed/run")
+    check_equal(tmp_path / "killed/run", tmp_path / "undisturbed/run")
     # What was on its way in the moment of the kill may be asked again, and what both ranks draw at a time.
     assert {*questions} == {*undisturbed} and len(questions) <= len({*questions}) + 16
-    rows = [json.loads(line) for line in (tmp_path / "killed/run/metrics.jsonl").read_text().splitlines()]
-    assert all(0 <= row["rewards/letters/mean"] <= 1 and row["judge/letters/unread"] == 0 for row in rows)
+
+    port = free_port()
+    words = words_of(tmp_path / "waits", f"http://127.0.0.1:{port}/v1")
+    with judge_that_dies(port, len(undisturbed) // 2) as judge, training(2, words) as process:
+        wait_until(lambda: judge.poll() is not None, 120, process)
+        with judge_that_dies(port, -1):
+            output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    check_equal(tmp_path / "waits/run", tmp_path / "undisturbed/run")
 
 
 def test_an_evaluation_uses_the_same_judge(model_folder, data_folder, tmp_path):

@@ -135,9 +135,33 @@ def test_a_judge_that_stays_away_gives_none_and_never_0(rubric, caplog):
 
 
 def test_a_judge_that_is_not_there_is_named(rubric, caplog):
-    name = rubric("http://127.0.0.1:9/v1", max_retries=1, deadline=20)
+    caplog.set_level(logging.INFO)
+    name = rubric("http://127.0.0.1:9/v1", deadline=5.5)
     rewards, _ = rewards_of(name, ["three"], ["Q"])
     assert np.isnan(rewards[0]) and "without an answer; the last failure: ConnectionError" in caplog.text
+    assert "waiting for the judge manners: 0 of 1 answers so far; ConnectionError" in caplog.text
+
+
+def test_an_address_that_is_none_ends_the_run(rubric):
+    with pytest.raises(RewardError, match="the judge manners at http://:80/v1 refused a request: Invalid URL"):
+        rewards_of(rubric("http://:80/v1"), ["three"], ["Q"])
+
+
+def test_a_judge_that_fails_on_a_request_costs_that_completion_alone(rubric):
+    """A connection that breaks off is tried again until the deadline, a failure that is said `max_retries` times."""
+
+    def answer(body: dict, number: int) -> tuple[int, dict, dict]:
+        return (500, {}, {}) if "four" in body["messages"][1]["content"] else scored(body, number)
+
+    with judging(answer) as server:
+        rewards, _ = rewards_of(rubric(server.url, max_retries=1), ["three", "four"], ["Q", "Q"])
+    assert rewards == pytest.approx([0.8, np.nan], nan_ok=True) and len(server.asked) == 3
+
+
+def test_a_slow_answer_is_asked_for_again(rubric):
+    with judging(lambda body, number: time.sleep(2 if number == 0 else 0) or scored(body, number)) as server:
+        rewards, _ = rewards_of(rubric(server.url, timeout=1), ["three"], ["Q"])
+    assert rewards == [0.8] and len(server.asked) > 1
 
 
 @pytest.mark.parametrize(
