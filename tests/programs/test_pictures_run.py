@@ -1,4 +1,5 @@
-"""A run of a vision-language model, server and trainer: it begins at a KL of 0, and killed it goes on bit for bit."""
+"""A run of a vision-language model, server and trainer: it begins at a KL of 0 to its reference and its teacher, and
+killed it goes on bit for bit."""
 
 from contextlib import closing
 
@@ -61,13 +62,16 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(words, tmp_p
     runs = tmp_path / "undisturbed", tmp_path / "killed"
     flags = ["--deterministic", "true", "--max_pixels", str(MAX_PIXELS)]
     with running_server(words.model, tmp_path, *flags) as server:
-        finish(1, words(runs[0], server.url))
-        with training(1, words(runs[1], server.url), *killed_at("grpo.trainer.step:update:after:4")) as process:
+        taught = {"teacher_servers": server.url, "distillation_loss": "forward_kl", "distillation_top_k": 5}
+        first, second = (words(run, server.url, **taught) for run in runs)
+        finish(1, first)
+        with training(1, second, *killed_at("grpo.trainer.step:update:after:4")) as process:
             process.communicate(timeout=120)
-        assert went_on(finish(1, words(runs[1], server.url))) == 3
+        assert went_on(finish(1, second)) == 3
     rows = timeless(runs[0])
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert 0 <= rows[0]["kl"] < NO_KL and rows[1]["kl"] > 1e-6
+    for name in ("kl", "distillation/loss"):  # what scores sees the pictures that the policy saw
+        assert 0 <= rows[0][name] < NO_KL and rows[1][name] > 1e-6, name
     check_alike(runs[1], runs[0])
     before, trained = weights(words.model), weights(runs[0] / "model")
     matrices = {name for name in before if before[name].ndim > 1}
