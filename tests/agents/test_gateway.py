@@ -11,76 +11,25 @@ import openai
 import pytest
 import requests
 import torch
+from desks import Desk, open_desk
 from models import packed
 from requested import begun
 from rounding import assert_rounded
 
-from grpo.agents.exchange import EpisodeLimits, RunningEpisode
-from grpo.agents.gateway import Gateway
+from grpo.agents.exchange import RunningEpisode
 from grpo.agents.journal import RunJournal
-from grpo.agents.tree import Episode, Formats
 from grpo.sampling.draw import draw, in_blocks
-from grpo.sampling.drawer import Drawer
-from grpo.sampling.generate import policy_that_draws
-from grpo.sampling.rows import Rows
 
 CONTEXT, LONGEST, TEMPERATURE = 400, 24, 0.9
 ENDS = [*range(100, 130)]  # a model that has learnt nothing rarely ends a turn, so many ids do beside its own end
 QUESTION = [{"role": "user", "content": "Tom has 3 apples."}]
 
 
-class Desk:
-    """A gateway, and a drawer that draws while `open` is on."""
-
-    def __init__(self, model, tokenizer):
-        self.model, self.ends = model, [tokenizer.eos_token_id, *ENDS]
-        self.formats = Formats(tokenizer, self.ends, "auto", None)
-        self.gateway, self.drawer, self.is_open = Gateway(16, 16), None, True
-        self.waits: list[bool] = []
-
-    def begin(
-        self, number: int = 0, turns: int = 100, journal: RunJournal | None = None, may_sample: bool = False
-    ) -> tuple[RunningEpisode, str]:
-        session = RunningEpisode(
-            episode=Episode(self.formats, (7, 3, number)),
-            drawer=self.drawer,
-            limits=EpisodeLimits(
-                longest=LONGEST,
-                context=CONTEXT,
-                turns=turns,
-                temperature=TEMPERATURE,
-                may_sample=may_sample,
-            ),
-            version=5,
-            journal=journal,
-            on_wait=self.waits.append,
-        )
-        return session, self.gateway.open(session)
-
-    def client(self, key: str, **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.gateway.url, api_key=key, **{"max_retries": 0} | options)
-
-    def run(self) -> None:
-        settings = {"slots": 16, "copies": 1, "longest_prompt": 8, "longest": CONTEXT, "temperature": TEMPERATURE}
-        settings["has_scales"] = True
-        with policy_that_draws(self.model):
-            rows = Rows(self.model, rows=16, **settings, is_greedy=False, ends=self.ends, graphs=None, vision=None)
-            self.drawer = Drawer(rows, CONTEXT, look_every=1)
-            self.drawer.run(lambda: not self.is_open)
-
-
 @pytest.fixture(scope="module")
 def desk(model, tokenizer):
-    desk = Desk(packed(model), tokenizer)
-    thread = threading.Thread(target=desk.run)
-    thread.start()
-    while desk.drawer is None:
-        pass
-    yield desk
-    desk.is_open = False
-    desk.drawer.wake()
-    thread.join()
-    desk.gateway.shut_down()
+    settings = {"ends": [tokenizer.eos_token_id, *ENDS], "context": CONTEXT, "longest": LONGEST}
+    with open_desk(packed(model), tokenizer, temperature=TEMPERATURE, **settings) as desk:
+        yield desk
 
 
 def by_hand(desk: Desk, session: RunningEpisode, node) -> None:
