@@ -1,16 +1,15 @@
 """A real model learns a task: each side's runs with each seed, kept as numbers in benchmarks/results/TASK.json.
 
-    python -m benchmarks.real --task sums --sides GRPO TRL --seeds 0 1 2 3 4       (after make demo-real)
+    python -m benchmarks.real --task sums --sides GRPO TRL --seeds 0 1 2 3 4
     python -m benchmarks.real --sides GSPO --max_steps 12 --eval_steps 4           more settings, for each side
-    GPU=1 python -m benchmarks.real --dtype float32         on a CUDA card, server and one trainer process
+    GPU=1 python -m benchmarks.real                         on a CUDA card, server and one trainer process
     python -m benchmarks.results                            makes docs/results.md of all files of numbers
 
 Every side trains SmolLM2-135M-Instruct on a task of benchmarks/real_tasks.py with the settings of `make demo-real`
-(configs/demo_real.yaml), as many completions a step, and the same held-out questions. GRPO is the demo itself: two
-trainer processes and the reference server, one thread each. TRL's GRPOTrainer has the same loss, rate, groups and
-reference (in its process). The sides take turns, seed by seed, so that a slow minute of the machine hits all. What the
-file has already is not run again: delete a run from it to repeat that. --demo_runs runs/demo-real takes GRPO's runs as
-make demo-real left them.
+(configs/demo_real.yaml), as many completions a step, and the same held-out questions, in float32; bfloat16 is what the
+demo takes where that is faster. Ours are two trainer processes and the reference server, one thread each. TRL's
+GRPOTrainer has the same loss, rate, groups and reference (in its process). The sides take turns, seed by seed, so that
+a slow minute of the machine hits all. What the file has already is not run again: delete a run from it to repeat that.
 
 Seconds of a step leave out evaluation and logging on both sides, as in benchmarks/demo_step.py.
 """
@@ -64,7 +63,7 @@ KEPT = "step", "eval_accuracy", "eval_accuracy_se", "eval_n"
 
 
 def run_ours(folder: Path, seed: int, side: str, options: list[str]) -> dict:
-    options = [*options, *SIDES[side].split()]
+    options = ["--dtype", "float32", *SIDES[side].split(), *options]
     if side == POOL:
         with workers(folder, WORKERS) as (url, _):
             train(folder, seed, *options, "--pool", url, demo=REAL)
@@ -122,7 +121,6 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[GRPO, TRL], help="what to run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of data and training")
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/real"), help="for all that is made")
-    parser.add_argument("--demo_runs", type=Path, help="the folder of seed0 and so on whose runs are GRPO's")
     parser.add_argument("--trl_processes", type=int, choices=[1, 2], default=1, help="one with two threads is faster")
     parser.add_argument("--worker", type=Path, nargs=2, help=argparse.SUPPRESS)
     arguments, options = parser.parse_known_args()
@@ -143,10 +141,7 @@ def main() -> None:
                 continue
             folder = arguments.folder / f"seed{seed}"
             with redirect_stdout(sys.stderr):
-                if side == GRPO and arguments.demo_runs:
-                    measured = measure(arguments.demo_runs / f"seed{seed}")
-                else:
-                    measured = run(arguments.task, side, folder, seed, options, arguments.trl_processes)
+                measured = run(arguments.task, side, folder, seed, options, arguments.trl_processes)
             runs[str(seed)] = measured | {"machine": machine(ON_CARD)}
             write(path, results)
             for made in ("run", "trl"):

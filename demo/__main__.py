@@ -62,6 +62,7 @@ class Demo:
     folder: str = "runs/demo"
     config: str = CONFIG
     shares_model: bool = False  # the model is the same for each seed
+    width: int = 0  # of the layers of a model that is large enough for the faster dtype; the others stay in float32
 
     def model_folder(self, folder: Path) -> Path:
         return Path(self.folder if self.shares_model else folder) / "model"
@@ -80,7 +81,7 @@ VISION = demo_of(
 )
 TOOLS = demo_of("tools", "a tiny model that can look up but mostly guesses", (0.10, 0.40), after=0.90)
 AGENT = demo_of("agent", TOOLS.model, TOOLS.before, after=TOOLS.after, builder="demo.tools", task="demo.tools")
-REAL = demo_of("real", "the folder of SmolLM2-135M-Instruct", (0.0, 0.30), rise=0.30, shares_model=True)
+REAL = demo_of("real", "the folder of SmolLM2-135M-Instruct", (0.0, 0.30), rise=0.30, shares_model=True, width=576)
 KINDS = {"vision": VISION, "tools": TOOLS, "agent": AGENT, "real": REAL}
 
 
@@ -167,6 +168,7 @@ def train(
     shutil.rmtree(folder / name, ignore_errors=True)
     words = ["--nproc_per_node", RANKS, "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]
+    words += ["--dtype", fastest_dtype(demo.width)] if demo.width and not ON_CARD else []
     words += ["--output_dir", folder / name, *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
     try:
@@ -179,6 +181,15 @@ def train(
         if run.poll() is None:
             run.terminate()
             run.wait()
+
+
+def fastest_dtype(width: int) -> str:
+    """Return bfloat16 where this CPU multiplies matrices of such a width faster in it, else float32."""
+    import torch
+
+    from grpo.model.load import product_seconds
+
+    return min(("bfloat16", "float32"), key=lambda dtype: product_seconds(width, getattr(torch, dtype)))
 
 
 def train_with_workers(folder: Path, seed: int) -> None:

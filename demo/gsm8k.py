@@ -32,6 +32,7 @@ from demo.__main__ import (
     SHOWN,
     DemoError,
     check_place,
+    fastest_dtype,
     pair_completions,
     print_completions,
     rise_of,
@@ -170,7 +171,7 @@ def words_of(run: Path, options: list[object]) -> list[str]:
     """Return the words of `grpo launch` for this machine and a run's folder, before these options the demo's."""
     words = ["--config", CONFIG_ON_CARD if ON_CARD else CONFIG, "--port", free_port(), "--output_dir", run]
     words += ["--resume_from_checkpoint", "last"] if run.exists() else []
-    words += [] if ON_CARD else ["--nproc_per_node", 1, "--dtype", fastest_dtype()]
+    words += [] if ON_CARD else ["--nproc_per_node", 1, "--dtype", fastest_dtype(WIDTH)]
     return [*map(str, [*words, *options])]
 
 
@@ -195,28 +196,19 @@ def questions_of(folder: Path) -> str | Path:
     return questions
 
 
-def seconds_of(dtype: str) -> float:
-    """Return how long this machine takes to multiply matrices of the 0.5B model's size."""
+def announce(words: list[str]) -> None:
+    """Say what is done and how long it takes: on a CPU a product is timed. Raises ConfigError for a wrong setting."""
     import torch
 
     from grpo.model.load import product_seconds
 
-    return product_seconds(WIDTH, getattr(torch, dtype))
-
-
-def fastest_dtype() -> str:
-    return min(("bfloat16", "float32"), key=seconds_of)
-
-
-def announce(words: list[str]) -> None:
-    """Say what is done and how long it takes: on a CPU a product is timed. Raises ConfigError for a wrong setting."""
     config = parse_arguments(LaunchConfig, "", words)
     print(
         f"{config.max_steps} steps on {config.dataset_name}, and {config.eval_samples} held-out questions before and "
         f"after; {config.output_dir} has all of it, and after Ctrl-C the same command goes on"
     )
     if not ON_CARD:
-        rate = 8e-9 * 256 * WIDTH**2 / seconds_of(config.dtype)
+        rate = 8e-9 * 256 * WIDTH**2 / product_seconds(WIDTH, getattr(torch, config.dtype))
         hours = (LEAST_HOURS + MORE_HOURS * RATE / rate) * config.max_steps / STEPS
         print(f"the 0.5B model takes about {hours:.1f} hours: this machine does {rate:.0f} GFLOP/s in {config.dtype}")
 
