@@ -40,7 +40,7 @@ SIDES = {
     f"correctness_reward 'format_reward(reasoning, answer)' {MEASURED} --reward_weights 1 1 0 0 "
     f"--system_prompt '{TAGS}<reasoning>...</reasoning><answer>...</answer>'",
     TAUGHT: "--distillation_loss reverse_kl --reward_weights 0 0 0 --beta 0 --num_draws 1 --num_generations 1 "
-    "--prompts_per_step 32 --max_steps 20 --eval_steps 10 --learning_rate 2e-5 --micro_batch_tokens 1024",
+    "--prompts_per_step 32 --max_steps 20 --eval_steps 20 --learning_rate 2e-5 --micro_batch_tokens 1024",
 }
 """each side's options beside those of configs/gsm8k_cpu.yaml: numbers of configs/simple_grpo.yaml and burkov.yaml; a
 teacher, which takes memory beside, teaches alone, at the rate of TRL's GKD"""

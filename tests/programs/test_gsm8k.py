@@ -15,7 +15,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 from test_import_gguf import WORDS, make, write_gguf
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gsm8k import SIDES, measure
+from benchmarks.gsm8k import SIDES, TAUGHT, measure
 from benchmarks.real import GRPO
 from benchmarks.results import of_gsm8k
 from demo.__main__ import DemoError
@@ -86,11 +86,12 @@ def test_the_packages_are_pinned():
 
 
 def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
-    for options in SIDES.values():
+    for side, options in SIDES.items():
         words = ["--config", str(REPOSITORY / CONFIG), *shlex.split(options)]
+        words += ["--teacher_servers", "http://127.0.0.1:59880"] if side == TAUGHT else []
         config = parse_arguments(LaunchConfig, "", words)
         assert {"demo/gsm8k.py:in_tags_reward", "last_number_reward"} <= set(config.reward_funcs)
-        assert config.max_steps == 30 and config.eval_samples == 500
+        assert config.max_steps == (20 if side == TAUGHT else 30) and config.eval_samples == 500
 
 
 @pytest.mark.slow
