@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import requests
-
-from grpo.config.console import free_port
+from processes import free_port
 
 _NUMBERS = count()
 NAME = "pools"

@@ -40,10 +40,10 @@ sys.path.insert(0, str(REPOSITORY))
 
 from bucket import Bucket, running_bucket  # noqa: E402
 from postgres import Postgres, running_postgres  # noqa: E402
+from processes import free_port  # noqa: E402
 
 from demo.model import build_model, build_tokenizer  # noqa: E402
 from demo.task import write_dataset  # noqa: E402
-from grpo.config.console import free_port  # noqa: E402
 from grpo.config.server import ServerConfig  # noqa: E402
 
 GSM8K = REPOSITORY.parent / "shared/data/gsm8k"

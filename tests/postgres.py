@@ -15,8 +15,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-
-from grpo.config.console import free_port
+from processes import free_port
 
 _NUMBERS = count()
 

@@ -1,14 +1,31 @@
-"""Which processes live."""
+"""Which processes live, and the ports that they get."""
 
 import ctypes
+import itertools
+import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+# A part for each worker of pytest-xdist, below the ports from which the programs pick.
+_PART = 10_000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_FIRST = 10_000 + _PART * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+# In another order than other tests that run on this machine.
+_ports = itertools.cycle(random.SystemRandom().sample(range(_FIRST, _FIRST + _PART), _PART))
+
+
+def free_port() -> int:
+    """Return a port that is not in use, and that no other worker and no call before got: it is bound seconds later."""
+    for port in _ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def is_alive(pid: int) -> bool:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, run_python
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
 from processes import is_alive, processes_below
 from servers import wait_until
 from trainer_runs import check_alike, check_weights, finish, lines, options, wait_for_steps
 
 from grpo.clusters.plan import FailureCount, Share, share_of
-from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig
 from grpo.launch import Programs, launch

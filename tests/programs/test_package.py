@@ -8,12 +8,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, run_python
+from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
 from trainer_runs import lines, options
 
 from grpo import __version__
 from grpo.__main__ import COMMANDS
-from grpo.config.console import free_port
 
 ELSEWHERE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 
