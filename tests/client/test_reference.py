@@ -80,13 +80,16 @@ def test_a_group_that_is_cancelled_is_left_out_and_the_others_are_answered():
 def test_groups_whose_shared_request_fails_are_sent_alone(bad):
     """It is refused, its answer is damaged, or there is none in time."""
     groups = [(f"group {at}", [5 + at], COMPLETIONS) for at in range(3)]
+    given_up = threading.Event()
 
     def post(count):
         if count == 0 and bad is None:
-            time.sleep(1.5)
+            given_up.wait(30)
+        given_up.set()
         return bad if count == 0 and bad is not None else answer()
 
-    with fake(post) as server, open_client(server.url, ref_deadline=60) as client:
+    patience = 2 if bad is None else 20
+    with fake(post) as server, open_client(server.url, ref_deadline=60, ref_request_timeout=patience) as client:
         for requests_in_all in (4, 7):  # the second time none is tried together
             for future in client.request_groups(groups):
                 assert [row.tolist() for row in future.result(20)] == [[-1, -2, -3], [], [-4]]
@@ -136,7 +139,7 @@ def test_a_run_that_is_asked_to_stop_waits_little_for_servers_that_are_away_and_
         with pytest.raises(TimeoutError):
             future.result(1)
         client.balancer.stopping.set()
-        with pytest.raises(ServersUnavailable, match="after [12] s"):
+        with pytest.raises(ServersUnavailable, match=r"after \d s"):
             future.result(20)
 
 
@@ -278,7 +281,8 @@ def test_a_slower_server_takes_over_from_a_silent_one_before_its_timeout():
 
 def test_a_busy_servers_work_goes_to_the_other_at_once():
     busy = 503, {"Retry-After": "30"}, b"{}"
-    with fake(lambda count: busy) as full, fake() as free, open_client(full.url, free.url, ref_deadline=20) as client:
+    settings = {"ref_deadline": 20, "ref_request_timeout": 20}
+    with fake(lambda count: busy) as full, fake() as free, open_client(full.url, free.url, **settings) as client:
         client.wait_ready()
         ask(client, 40)
         assert 1 <= full.requests <= 8 and free.requests == 40 and full.health_checks == 1
@@ -286,7 +290,8 @@ def test_a_busy_servers_work_goes_to_the_other_at_once():
 
 def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
     caplog.set_level("INFO")
-    with fake() as stays, open_client(stays.url, f"http://127.0.0.1:{free_port()}", ref_deadline=20) as client:
+    nobody, settings = f"http://127.0.0.1:{free_port()}", {"ref_deadline": 20, "ref_request_timeout": 20}
+    with fake() as stays, open_client(stays.url, nobody, **settings) as client:
         comes = client.balancer.servers[1].url
         ask(client, 20)
         wait_until(lambda: f"{comes} cannot be reached" in caplog.text)
@@ -313,7 +318,7 @@ def test_a_server_that_is_ready_but_hangs_gets_one_request_at_a_time():
         hanging.set()
         futures = [request(client, name=f"g{number}") for number in range(12)]
         wait_until(lambda: hangs.requests >= 11)
-        assert hangs.health_checks - 1 >= hangs.requests - 8
+        assert hangs.requests - 8 <= hangs.health_checks - 1
         hanging.clear()
         assert all(len(future.result(timeout=20)) == 3 for future in futures)
 
@@ -410,7 +415,7 @@ def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end
 @pytest.mark.parametrize("count", [0, 1, 40, 300])
 def test_what_is_cut_on_its_way_is_asked_for_again_and_right(server, count, what, reset):
     """The first connection is cut, within the head or the body; those after it pass."""
-    with open_client(server.url) as client:
+    with open_client(server.url, **PATIENT) as client:
         expected = np.concatenate(request(client).result())
     plans = itertools.chain([Plan(**{what: count}, reset=reset)], itertools.repeat(Plan()))
     with proxy(server.port, lambda: next(plans)) as between, open_client(between.url, ref_deadline=30) as client:
