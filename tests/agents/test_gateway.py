@@ -5,6 +5,7 @@ import functools
 import json
 import threading
 import time
+import types
 
 import bottle
 import openai
@@ -281,13 +282,22 @@ def test_nonsense_gets_an_error_of_the_api_and_leaves_nothing(desk, method, path
 
 
 def test_what_an_ended_episode_waits_for_is_not_drawn(desk):
-    session, key = desk.begin()
+    closed = threading.Event()
+
+    def keep(episode, request, drawn, done) -> None:
+        """Hold the drawer at the first segment that it has drawn."""
+        closed.wait(20)
+        done.set_result(drawn)
+
+    session, key = desk.begin(journal=types.SimpleNamespace(find=lambda *_: None, add=keep))
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         chat = desk.client(key).chat.completions
         asked = threads.submit(chat.create, model="policy", messages=QUESTION, n=64, max_tokens=LONGEST)
         while len(session.segments) < 64:
             pass
         desk.gateway.close(key)
+        closed.set()
+        assert sum(segment.done.cancelled() for segment in session.segments.values()) >= 63
         with pytest.raises(openai.BadRequestError, match="the episode is over"):
             asked.result()
     assert session.episode.branches() == []

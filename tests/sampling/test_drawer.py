@@ -147,18 +147,27 @@ def test_a_segment_ends_where_its_watcher_says(model):
 
 
 def test_who_cancels_frees_the_row_at_once_and_what_comes_too_late_fails(model):
-    long, waits, other = segment([7, 8], 150), segment([7, 9], 150), segment([5, 6], 5)
+    begun, cancelled, looks = threading.Event(), threading.Event(), []
+
+    def hold(ids: list[int]) -> None:
+        looks.append(ids)
+        begun.set()
+        assert cancelled.wait(20)
+
+    long, waits, other = segment([7, 8], 150, find_end=hold), segment([7, 9], 150), segment([5, 6], 5)
     drawer = make_drawer(model, 1)
 
     def ask() -> None:
         for each in (long, waits, other):
             drawer.submit(each)
-        time.sleep(0.05)
+        assert begun.wait(20)
         for each in (waits, long):
             each.done.cancel()
+        cancelled.set()
         other.done.result()
 
     drawn_while(model, drawer, ask)
+    assert len(looks) == 2  # before it was cancelled and when that was seen
     ids = other.done.result().ids
     assert ids == by_hand(model, other, len(ids))[0]
     with pytest.raises(CancelledError):
