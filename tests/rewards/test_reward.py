@@ -16,6 +16,7 @@ from conftest import GSM8K, REPOSITORY, needs_gsm8k
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import is_alive, wait_until_dead
+from servers import wait_until
 
 from grpo.rewards import answers
 from grpo.rewards.answers import MathProcess, to_number
@@ -422,14 +423,18 @@ def test_a_process_that_cannot_start_stops_the_run():
     assert process.process is None
 
 
-def test_an_interrupted_question_leaves_no_reply_to_the_next():
-    process = fake_process("reply = text == 'easy' or time.sleep(60)", deadline=30)
+def test_an_interrupted_question_leaves_no_reply_to_the_next(tmp_path):
+    asked = tmp_path / "asked"
+    process = fake_process(f"reply = text == 'easy' or open({str(asked)!r}, 'w') and time.sleep(60)", deadline=30)
     assert process.equal("easy", "x")
-    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupt() -> None:
+        wait_until(asked.exists)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt):
+        threads.submit(interrupt)
         process.equal("x", "x")
-    timer.join()
     assert process.process is None
 
 
