@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -570,20 +570,28 @@ def test_what_fails_and_a_draw_that_cannot_be_trusted_are_errors_with_a_reason(m
     engine.close()
 
 
+@contextmanager
+def close_once(happened, engine):
+    """Close the engine from another thread once something has happened."""
+    with ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(lambda: wait_until(happened) or engine.close())
+        yield
+        closed.result()
+
+
 def test_close_ends_a_draw_from_another_thread(make_fake, run, folders):
     engine = make_fake("hangs_at_draw")
     engine.close()
     engine.start(run, folders["untied0"], 0)
-    threading.Timer(0.5, engine.close).start()
-    with pytest.raises(EngineError, match="^vLLM was killed by signal 15"):
+    with close_once(lambda: engine.drawing, engine), pytest.raises(EngineError, match="^vLLM was killed by signal 15"):
         engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
     engine.close()
 
 
 def test_close_ends_a_start_from_another_thread(run, model_folder, tmp_path):
     engine = VllmEngine(["sh", "-c", "sleep 1000 & sleep 1000"], tmp_path / "log")
-    threading.Timer(0.5, engine.close).start()
-    with pytest.raises(EngineError, match="^vLLM was killed by signal 15; its log is"):
+    is_killed = pytest.raises(EngineError, match="^vLLM was killed by signal 15; its log is")
+    with close_once(lambda: engine.server, engine), is_killed:
         engine.start(run, model_folder, 0)
 
 

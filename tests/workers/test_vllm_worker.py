@@ -72,8 +72,8 @@ def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
     trainer = Trainer(PoolClient(pool.url), model_folder, folders / "trainer", **changes)
     trainer.publish(0)
     tasks, policies = trainer.put_tasks(0, range(3)), [copy.deepcopy(trainer.model)]
-    with running(pool, folders, "draws_slowly") as engine:
-        wait_until(lambda: engine.drawing)
+    with running(pool, folders, "awaits_weights") as engine:
+        wait_until(lambda: engine.drawing and engine.server.count_tokens())
         trainer.learn(seed=1)
         trainer.publish(1, whole=False, delta=True)
         policies.append(trainer.model)
