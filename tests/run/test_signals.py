@@ -11,9 +11,10 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from conftest import REPOSITORY
+from servers import wait_until
 
 from grpo.client.server_errors import ServersLost
-from grpo.run.exit import _GRACE, _LOOK_FOR_STOP, FOR_GOOD, EndRun, code_of
+from grpo.run.exit import _GRACE, FOR_GOOD, EndRun, code_of
 from grpo.trainer import record
 
 WORK = """
@@ -24,9 +25,8 @@ print("ready", flush=True)
 while not stop.asked:
     time.sleep(0.01)
 print("asked", flush=True)
-sys.stdin.readline()
-print(stop.asked, flush=True)
-sys.stdin.readline()
+for _ in sys.stdin:
+    print(stop.asked, flush=True)
 """
 UNREAD = """
 import sys
@@ -132,8 +132,7 @@ def test_after_a_signal_the_file_of_grpo_stop_makes_the_end_final(tmp_path):
         send(process, signal.SIGTERM)
         assert process.stdout.readline() == "asked\n"
         (tmp_path / "stop").touch()
-        time.sleep(2 * _LOOK_FOR_STOP)
-        assert next_line(process) == f"{FOR_GOOD}\n"
+        wait_until(lambda: next_line(process) == f"{FOR_GOOD}\n")
         _, errors = process.communicate("\n", timeout=20)
         assert errors == "\nSIGTERM: stopping after this step; once more ends it at once\n"
     assert (code_of(FOR_GOOD), code_of(signal.SIGTERM)) == (0, 143) and max(signal.valid_signals()) < FOR_GOOD
