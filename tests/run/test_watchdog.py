@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from altered_trainer import altered
@@ -146,16 +147,16 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
         assert ", and has not answered since " in reports[0]
 
 
-def two_ranks(kind: str) -> str:
+def two_ranks(kind: str, folder: Path) -> str:
     """What tests/first_collective.py says, in order."""
-    ended = run_ranks(2, "tests/first_collective.py", kind, "4")
+    ended = run_ranks(2, "tests/first_collective.py", kind, "4", str(folder / "waits"))
     assert ended.returncode == 0 and "met\n" in ended.stdout, ended.stdout
     return ended.stdout.replace("met\n", "", 1)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_late_to_the_first_collective_is_named_with_what_helps_the_cards():
-    shown = two_ranks("late-to-collective").splitlines()
+def test_a_rank_that_is_late_to_the_first_collective_is_named_with_what_helps_the_cards(tmp_path):
+    shown = two_ranks("late-to-collective", tmp_path).splitlines()
     late = (
         r"1 of 2 ranks wait: rank 1 \(.*, process \d+\) is before its first step since (\d\d:){2}\d\d, \d+ s, at "
         r"first_collective.py:\d+ in <module>; if all ranks wait in a collective, the driver may offer P2P between "
@@ -166,7 +167,7 @@ def test_a_rank_that_is_late_to_the_first_collective_is_named_with_what_helps_th
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named():
-    shown = two_ranks("late-to-meet").splitlines()
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    shown = two_ranks("late-to-meet", tmp_path).splitlines()
     assert re.fullmatch(r"1 of 2 ranks wait since (\d\d:){2}\d\d: there is no word of rank 1", shown[0])
     assert shown[-1] == "met"
