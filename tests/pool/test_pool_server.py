@@ -19,7 +19,7 @@ from conftest import free_port, run_python, running_server
 from pools import BYTES, Pool
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load, save
-from servers import wait_until
+from servers import status, wait_until
 from stored import FOLDER, PROBE, RUN, drawn, sha, weights
 
 from grpo.config.command_line import parse_arguments
@@ -187,7 +187,7 @@ def test_who_waits_is_answered_as_soon_as_there_is_something(begun):
         assert begun.lease("c", wait=30) == TASKS[:1]
     began = time.monotonic()
     assert begun.take((0, 0), wait=0.3) == [] and begun.lease("d", wait=0.3) == []
-    assert 0.6 <= time.monotonic() - began < 2
+    assert 0.6 <= time.monotonic() - began < 5
 
 
 def test_a_worker_loses_its_leases_when_it_is_silent_and_not_while_it_waits(begun, monkeypatch):
@@ -474,10 +474,10 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         gone = 'grpo_ref_requests_total{path="/v1/rollouts/groups",status="499"} 1.0'
         wait_until(lambda: gone in requests.get(f"{server.url}/metrics", timeout=5).text)
-        answers = []
-        thread = threading.Thread(target=lambda: answers.append(post(server, "groups", body)))
+        answers, body = [], Lease(worker="w", room=1, holds=[], wait=30).to_json()
+        thread = threading.Thread(target=lambda: answers.append(post(server, "lease", body)))
         thread.start()
-        time.sleep(0.3)
+        wait_until(lambda: status(server)["workers"])
         assert server.end(signal.SIGTERM) == 0
         thread.join()
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "draining"
