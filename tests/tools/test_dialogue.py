@@ -1,6 +1,7 @@
 """Completions of several turns in the trainer's process: answers, limits, counts, messages."""
 
 import json
+import logging
 import re
 import sys
 import threading
@@ -406,12 +407,24 @@ def test_prints_are_shown_again_where_completions_overlap_without_a_pause(open_t
 
 @pytest.mark.parametrize(
     ("kind", "wait", "timeout"),
-    [("", "time.sleep", None), ("async ", "await asyncio.sleep", None), ("async ", "time.sleep", 0.1)],
+    [
+        ("", "named.wait(20)", None),
+        ("async ", "await asyncio.to_thread(named.wait, 20)", None),
+        ("async ", "named.wait(20)", 0.1),
+    ],
 )
 def test_a_call_that_does_not_end_is_named(open_talks, caplog, monkeypatch, kind, wait, timeout):
+    def error(*arguments) -> None:
+        logging.Logger.error(log, *arguments)
+        named.set()
+
+    log, named = logging.getLogger("grpo.tools.runner"), threading.Event()
+    monkeypatch.setattr(log, "error", error)
     monkeypatch.setattr("grpo.tools.runner.PATIENCE", 0.2)
-    code = f'import asyncio, time\n{kind}def slow():\n    """Wait."""\n    {wait}(0.7)\n'
-    open_talks(code, tools=["slow"], tool_timeout=timeout).begin().say(call("slow"))
+    code = f'import asyncio\n{kind}def slow():\n    """Wait."""\n    {wait}\n'
+    talks = open_talks(code, tools=["slow"], tool_timeout=timeout)
+    sys.modules[module_name(talks.file)].named = named
+    talks.begin().say(call("slow"))
     lines = [record.getMessage() for record in caplog.records]
     assert 1 <= len(lines) < 20 and re.search(r"yet: slow \(for \d s\) .*: set tool_timeout", lines[0])
 
