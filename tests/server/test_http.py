@@ -249,8 +249,11 @@ def test_without_the_token_an_open_path_takes_no_body(locked, path):
 
 def test_a_new_connection_takes_the_place_of_who_is_silent_the_longest(low):
     with ExitStack() as stack:
-        places = [stack.enter_context(connect(low)) for _ in range(CONNECTIONS)]
-        for connection in (*places, *places[1:]):
+        places = []
+        for _ in range(CONNECTIONS):
+            places.append(stack.enter_context(connect(low)))
+            assert is_served(places[-1])
+        for connection in places[1:]:
             assert is_served(connection)
         assert is_served(stack.enter_context(connect(low)))
         assert is_closed(places[0])
