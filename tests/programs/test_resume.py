@@ -23,6 +23,7 @@ from altered_trainer import altered, killed_at
 from pictured import encoded
 from processes import left_of, processes_below, ranks_of
 from rounding import NO_KL
+from servers import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_runs import (
     STEPS,
@@ -217,6 +218,12 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(resumable, undisturbed, tmp_
     assert rows[: STEPS + 1] == timeless(undisturbed(2, "full"))
 
 
+def has_unread(port: int) -> bool:
+    """Tell whether a server has not read all that came for it."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[1].endswith(f":{port:04X}") and not row[4].endswith(":00000000") for row in rows)
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(resumable, tmp_path):
     with resumable(max_steps=10**6, save_steps=0, eval_steps=0) as (words, server):
@@ -227,7 +234,7 @@ def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(resumable,
                 alive = ranks_of(process)
                 below = processes_below(process)
                 server.process.send_signal(signal.SIGSTOP)  # a step now takes for ever
-                time.sleep(1)
+                wait_until(lambda: has_unread(server.port), 60, process)
                 if name == "twice":
                     os.killpg(process.pid, signal.SIGINT)
                     time.sleep(1)
