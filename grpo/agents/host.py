@@ -149,8 +149,13 @@ class Host:
         os.dup2(prints_end, 2)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # SIGTERM ends a fork of the program itself: multiprocessing sends it.
-        os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in _ENDS])
+        # SIGTERM ends a fork of the program itself: multiprocessing sends it. It waits where it comes before the fork
+        # has its own handler: this process's would ignore it.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS),
+            after_in_child=take_ends,
+        )
         for descriptor in (self.reports, self.wake_end, *self.selector.get_map()):
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, self.files)
@@ -200,6 +205,13 @@ class Host:
                     self.selector.unregister(pipe)
                 os.close(pipe)
             self.say(program.report(code, self.read_answer))
+
+
+def take_ends():
+    """Let SIGINT and SIGTERM end this fork of a program, also those that came while it was made."""
+    for number in _ENDS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
 
 
 def show(chunk):
