@@ -103,7 +103,7 @@ def test_what_grpo_trained_teaches_the_model_that_it_was_trained_from(built, tmp
     (tmp_path / "grpo").symlink_to(built[0] / "run")
     for name in ("model", "data"):
         (tmp_path / name).symlink_to(built[0] / name)
-    with distill.teacher(tmp_path) as url:
+    with distill.teacher("--model_name_or_path", tmp_path / "grpo/model", log=tmp_path / "teacher.log") as url:
         distill.learn(tmp_path, 0, url)
     distill.report(tmp_path)
     assert "distillation: 90% after " in capsys.readouterr().out
