@@ -195,12 +195,14 @@ class Judge:
         self._answers: KeptAnswers | None = None
         self._sessions = threading.local()
         self._failure = ""  # the step's last one
+        self._has_answered = False
 
     async def __call__(
         self, prompts: list, completions: list, log_metric: Callable[[str, float], None], **columns: list
     ) -> list[float | None]:
         """Return the verdict of each completion, scaled to 0 to 1; None without one. Raises RewardError beyond the
-        budget, for a request that the judge refuses, and where `missing` is end."""
+        budget, for a request that the judge refuses, for a judge that has never answered, and where `missing` is
+        end."""
         return await asyncio.to_thread(
             self._judge, prompts=prompts, completions=completions, columns=columns, log_metric=log_metric
         )
@@ -225,6 +227,12 @@ class Judge:
         finally:
             is_over.set()
             threads.shutdown(wait=False, cancel_futures=True)
+        self._has_answered = self._has_answered or bool(answers)
+        if not self._has_answered:  # at the start of a run: a wrong address, and no pause of the judge
+            reason = f"it has not answered once in {rubric.deadline:g} s: {self._failure or 'it is silent'}"
+            raise RewardError(
+                f"the judge {self.__name__} at {rubric.base_url}: {reason}: start it, or correct base_url"
+            )
         read = {asked: self._verdict(answer.text) for asked, answer in answers.items()}
         verdicts = [[read.get(asked) for asked in of_completion] for of_completion in votes]
         rewards = [_median(of_completion) for of_completion in verdicts]
@@ -296,7 +304,8 @@ class Judge:
             try:
                 return self._session().post(url, json=body, timeout=(10.0, self.rubric.timeout))
             except LOST as error:
-                self._failure = f"{type(error).__name__}: {one_line(error)[:200]}"
+                reason = getattr(error.args[0], "reason", error) if error.args else error  # urllib3's own
+                self._failure = f"{type(error).__name__}: {one_line(reason)[:200]}"
                 is_over.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             except requests.RequestException as error:

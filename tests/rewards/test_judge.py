@@ -135,12 +135,22 @@ def test_a_judge_that_stays_away_gives_none_and_never_0(rubric, caplog):
     assert "the judge manners left 1 of 2 without an answer" in caplog.text
 
 
-def test_a_judge_that_is_not_there_is_named(rubric, caplog):
+def test_a_judge_that_was_never_there_ends_the_run(rubric, caplog):
     caplog.set_level(logging.INFO)
     name = rubric("http://127.0.0.1:9/v1", deadline=5.5)
-    rewards, _ = rewards_of(name, ["three"], ["Q"])
-    assert np.isnan(rewards[0]) and "without an answer; the last failure: ConnectionError" in caplog.text
+    with pytest.raises(
+        RewardError, match=r"manners at http://127.0.0.1:9/v1: it has not answered once in 5.5 s: .*refused: start"
+    ):
+        rewards_of(name, ["three"], ["Q"])
     assert "waiting for the judge manners: 0 of 1 answers so far; ConnectionError" in caplog.text
+
+
+def test_a_judge_that_answered_and_is_gone_gives_none(rubric, caplog):
+    with judging(scored) as server:
+        functions = load_reward_funcs([rubric(server.url, deadline=2)])
+        assert compute_rewards(functions, ["Q"], ["three"], {})[0].tolist() == [0.8]
+    assert np.isnan(compute_rewards(functions, ["Q"], ["four"], {})[0]).all()
+    assert "left 1 of 1 without an answer; the last failure: ConnectionError" in caplog.text
 
 
 def test_an_address_that_is_none_ends_the_run(rubric):
