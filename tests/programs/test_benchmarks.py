@@ -17,7 +17,7 @@ from benchmarks.arithmetic import each_alone, padded, prompt_once
 from benchmarks.common import groups
 from benchmarks.options import OPTIONS
 from benchmarks.pool import stored_alone, throughput, written_alone
-from benchmarks.real import GRPO
+from benchmarks.real import BFLOAT16, GRPO
 from benchmarks.real_tasks import TASKS, backwards_reward, sentence_reward
 from benchmarks.results import PAGE, gsm8k_summary, page, read, summary
 from demo.__main__ import CONFIG, REAL
@@ -70,7 +70,7 @@ def test_every_option_of_the_options_benchmark_is_accepted(tmp_path):
 
 def test_readme_and_the_results_page_say_the_numbers_that_are_kept():
     readme = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
-    assert summary(read()["sums"][GRPO]) in readme
+    assert summary(read()["sums"][BFLOAT16]) in readme
     assert gsm8k_summary(read()["qwen"][GRPO]) in readme
     assert PAGE.read_text(encoding="utf-8") == page(read())
 
