@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common import REPOSITORY, machine
 from benchmarks.real import GRPO, RESULTS, SIMPLE, write
-from demo.__main__ import ON_CARD, fastest_dtype
+from demo.__main__ import ON_CARD, dtype_words
 from demo.distill import teacher
 from demo.gsm8k import ENVIRONMENT, FOLDER, PACKED, WIDTH, build, questions_of, train, words_of
 
@@ -88,8 +88,7 @@ def taught(model: Path, run: Path) -> Iterator[list[str]]:
     """Serve the larger model; give the options of a run that it teaches."""
     build(PACKED["1.5b"], model)
     log = run.with_name(f"{run.name}-teacher.log")
-    options = ["--model_name_or_path", model, "--dtype", fastest_dtype(WIDTH)]
-    with teacher(*options, log=log, environment=ENVIRONMENT) as url:
+    with teacher("--model_name_or_path", model, *dtype_words(WIDTH), log=log, environment=ENVIRONMENT) as url:
         yield ["--teacher_servers", url]
 
 

@@ -238,8 +238,11 @@ def of_gsm8k(results: dict[str, Runs]) -> list[str]:
     parts = [about, rows_table([gsm8k_row(seed, run) for seed, run in runs.items()])]
     parts.append("![Right answers and form by step](images/results_gsm8k.png)")
     for text, sides in ((GSM8K_SIDES, (gsm8k.SIMPLE, gsm8k.BURKOV)), (GSM8K_TAUGHT, (gsm8k.TAUGHT,))):
-        shown = [(side, *each) for side in (GRPO, *sides) for each in results.get(side, {}).items()]
-        rows = [{"side": side} | gsm8k_row(*each) | {"steps": len(each[1]["seconds"])} for side, *each in shown]
+        rows = [
+            {"side": side} | gsm8k_row(seed, run) | {"steps": len(run["seconds"])}
+            for side in (GRPO, *sides)
+            for seed, run in results.get(side, {}).items()
+        ]
         parts += [text, rows_table(rows)] if len(rows) > len(runs) else []
     return parts
 
@@ -365,9 +368,9 @@ mean over the answers before. Of seed {seed}'s answers that changed the first:""
 
 BESIDE_TRL = """## Beside TRL
 
-From here on all is in float32. TRL 1.16's GRPOTrainer with the same questions, seeds, groups, loss, rate and reference,
-in one process with two threads, which is its faster way here. Minutes and seconds leave out evaluation, and runs with
-other work beside them ({disturbed})."""
+From here on the sums are learned in float32, unless a side's options say otherwise. TRL 1.16's GRPOTrainer with the
+same questions, seeds, groups, loss, rate and reference, in one process with two threads, which is its faster way here.
+Minutes and seconds leave out evaluation, and runs with other work beside them ({disturbed})."""
 
 OTHER_TASKS = """## Other tasks
 

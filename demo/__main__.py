@@ -168,7 +168,7 @@ def train(
     shutil.rmtree(folder / name, ignore_errors=True)
     words = ["--nproc_per_node", RANKS, "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", demo.model_folder(folder), "--dataset_name", folder / "data"]
-    words += ["--dtype", fastest_dtype(demo.width)] if demo.width and not ON_CARD else []
+    words += dtype_words(demo.width) if demo.width else []
     words += ["--output_dir", folder / name, *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
     try:
@@ -183,13 +183,16 @@ def train(
             run.wait()
 
 
-def fastest_dtype(width: int) -> str:
-    """Return bfloat16 where this CPU multiplies matrices of such a width faster in it, else float32."""
+def dtype_words(width: int) -> list[str]:
+    """Return the option for bfloat16 if this CPU multiplies matrices of such a width faster in it, else for float32; on
+    a card none: a model keeps its own."""
+    if ON_CARD:
+        return []
     import torch
 
     from grpo.model.load import product_seconds
 
-    return min(("bfloat16", "float32"), key=lambda dtype: product_seconds(width, getattr(torch, dtype)))
+    return ["--dtype", min(("bfloat16", "float32"), key=lambda dtype: product_seconds(width, getattr(torch, dtype)))]
 
 
 def train_with_workers(folder: Path, seed: int) -> None:

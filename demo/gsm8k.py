@@ -32,7 +32,7 @@ from demo.__main__ import (
     SHOWN,
     DemoError,
     check_place,
-    fastest_dtype,
+    dtype_words,
     pair_completions,
     print_completions,
     rise_of,
@@ -171,8 +171,8 @@ def words_of(run: Path, options: list[object]) -> list[str]:
     """Return the words of `grpo launch` for this machine and a run's folder, before these options the demo's."""
     words = ["--config", CONFIG_ON_CARD if ON_CARD else CONFIG, "--port", free_port(), "--output_dir", run]
     words += ["--resume_from_checkpoint", "last"] if run.exists() else []
-    words += [] if ON_CARD else ["--nproc_per_node", 1, "--dtype", fastest_dtype(WIDTH)]
-    return [*map(str, [*words, *options])]
+    words += [] if ON_CARD else ["--nproc_per_node", 1]
+    return [*map(str, [*words, *dtype_words(WIDTH), *options])]
 
 
 def questions_of(folder: Path) -> str | Path:

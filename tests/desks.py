@@ -55,8 +55,8 @@ class Desk:
             "longest_prompt": 8,
             "longest": self.context,
             "temperature": self.temperature,
+            "has_scales": True,
         }
-        settings["has_scales"] = True
         with policy_that_draws(self.model):
             rows = Rows(self.model, rows=16, **settings, is_greedy=False, ends=self.ends, graphs=None, vision=None)
             self.drawer = Drawer(rows, self.context, look_every=1)

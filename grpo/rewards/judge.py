@@ -322,7 +322,7 @@ class Judge:
             retry = Retry(
                 total=None,
                 status=self.rubric.max_retries,
-                connect=0,  # `_answer` tries these again
+                connect=0,  # `_ask` tries these again
                 read=0,
                 other=0,
                 backoff_factor=1.0,
