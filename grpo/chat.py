@@ -122,7 +122,7 @@ def talk_to_agent(config: ChatConfig, interactive: bool) -> None:
             except (NotAsked, KeyboardInterrupt) as error:
                 if not interactive:
                     raise
-                print(f"({error or 'stopped'})")
+                print(f"({str(error) or 'stopped'})")
             else:
                 show_episode(rollout)
     finally:
