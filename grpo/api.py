@@ -146,15 +146,20 @@ def train(
     Raises SettingsError for a mistake, with the sentence of `grpo launch`, RunError if the run ends early, and
     KeyboardInterrupt after a Ctrl-C.
     """
+    checkpoint = settings.get("resume_from_checkpoint")
+    if output_dir is None and checkpoint is not None:
+        if checkpoint == "last":
+            raise ConfigError("resume_from_checkpoint='last': of which run? set output_dir to its folder")
+        output_dir = Path(checkpoint).parent
     if output_dir is None and "RANK" in os.environ:
         raise ConfigError("output_dir=None: name a folder: all ranks must have the same")
     if (engine := settings.get("on")) in ("slurm", "k8s"):
         raise ConfigError(f"on={engine!r}: it submits a job, whose end nobody waits for: use the command grpo launch")
     folder = Path(output_dir or name_by_time())
-    if settings.get("resume_from_checkpoint") is None:  # before another run's inputs are written over
+    if checkpoint is None:  # before another run's inputs are written over
         check_unused("output_dir", folder, may_have_begun=True)
     inputs = _Inputs(folder.with_name(f"{folder.name}.inputs"))
-    if settings.get("resume_from_checkpoint") is None:
+    if checkpoint is None:
         inputs.clear()
     settings = {"model_name_or_path": str(model), "output_dir": str(folder), **settings}
     if reward_funcs is not None:

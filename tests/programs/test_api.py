@@ -197,6 +197,9 @@ def test_a_run_that_grpo_stop_ended_is_not_returned_as_done(tmp_path, monkeypatc
         grpo.train("model", output_dir=run)
     write_progress(run / "model", {"step": 9})  # it was in its last step
     assert grpo.train("model", output_dir=run, resume_from_checkpoint="last").model_path.exists()
+    assert grpo.train("model", resume_from_checkpoint=f"{run}/checkpoint-9").folder == run
+    with pytest.raises(grpo.SettingsError, match="^resume_from_checkpoint='last': of which run"):
+        grpo.train("model", resume_from_checkpoint="last")
 
 
 @pytest.mark.rare
