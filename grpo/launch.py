@@ -260,7 +260,9 @@ class Programs:
         """Wait until every rank has ended. Return the exit code of the first that failed, or 0."""
         code, deadline = 0, float("inf")
         while None in [process.poll() for process in self._ranks] and time.monotonic() < deadline:
-            if not code and (code := self._failure() or self._watch_services()):
+            code = code or self._failure() or self._watch_services()
+            # Ranks that a lost service stops finish their step and save, however long that takes.
+            if self._failure() and deadline == float("inf"):
                 deadline = time.monotonic() + _GRACE
             if self._ranks[0].returncode:
                 deadline = min(deadline, time.monotonic() + _AFTER_FIRST)

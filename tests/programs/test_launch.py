@@ -5,15 +5,16 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, free_port, run_python
+from conftest import free_port, run_python
 from processes import is_alive, processes_below
 from servers import wait_until
-from trainer_runs import check_alike, check_weights, finish, lines, options, wait_for_steps
+from trainer_runs import check_alike, check_weights, finish, lines, options, training, wait_for_steps
 
 from grpo.clusters.plan import FailureCount, Share, share_of
 from grpo.config.errors import ConfigError
@@ -21,94 +22,41 @@ from grpo.config.programs import LaunchConfig
 from grpo.launch import Programs, launch
 
 MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
+THIRD = MACHINES | {"nnodes": 3, "node_rank": 2, "prompts_per_step": 12, "min_ranks": 3, "workers": 1}
 
 
 @pytest.mark.parametrize(
-    "settings, cards, share",
+    "settings, cards, numbers, of_ranks, of_server, of_workers",
     [
-        (
-            {},
-            ["0", "1", "GPU-7"],
-            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=["GPU-7"], worker_cards=[]),
-        ),
-        (
-            {"dry_run": True},
-            ["0", "1", "2"],
-            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=["2"], worker_cards=[]),
-        ),  # the run's number of ranks
-        ({}, ["3"], Share(first=0, ranks=1, world_size=1, cards=["3"], server_cards=["3"], worker_cards=[])),
-        (
-            {"beta": 0.0},
-            ["0", "1"],
-            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=None, worker_cards=[]),
-        ),
-        ({}, [], Share(first=0, ranks=1, world_size=1, cards=[], server_cards=[], worker_cards=[])),
-        (
-            {"nproc_per_node": 1},
-            ["0", "1", "2"],
-            Share(first=0, ranks=1, world_size=1, cards=["0", "1"], server_cards=["2"], worker_cards=[]),
-        ),
-        (
-            MACHINES | {"beta": 0.0},
-            ["0", "1"],
-            Share(first=0, ranks=2, world_size=4, cards=["0", "1"], server_cards=None, worker_cards=[]),
-        ),
-        (
-            MACHINES | {"beta": 0.0, "node_rank": 1},
-            ["0", "1"],
-            Share(first=2, ranks=2, world_size=4, cards=["0", "1"], server_cards=None, worker_cards=[]),
-        ),
-        (
-            MACHINES | {"nnodes": 3},
-            ["0", "1"],
-            Share(first=0, ranks=1, world_size=5, cards=["0"], server_cards=["1"], worker_cards=[]),
-        ),
-        (
-            MACHINES | {"nnodes": 3, "node_rank": 2},
-            ["0", "1"],
-            Share(first=3, ranks=2, world_size=5, cards=["0", "1"], server_cards=None, worker_cards=[]),
-        ),
-        (
-            MACHINES | {"node_rank": 1, "nproc_per_node": 1},
-            [],
-            Share(first=1, ranks=1, world_size=2, cards=[], server_cards=None, worker_cards=[]),
-        ),
-        (
-            {"workers": 2},
-            [*"01234"],
-            Share(first=0, ranks=2, world_size=2, cards=["0", "1"], server_cards=["4"], worker_cards=["2", "3"]),
-        ),
-        (
-            {"workers": 1},
-            ["0", "1"],
-            Share(first=0, ranks=1, world_size=1, cards=["0"], server_cards=["0"], worker_cards=["1"]),
-        ),
-        ({"workers": 2}, [], Share(first=0, ranks=1, world_size=1, cards=[], server_cards=[], worker_cards=["", ""])),
-        (
-            MACHINES | {"workers": 3},
-            [*"0123"],
-            Share(first=0, ranks=2, world_size=4, cards=["0", "1"], server_cards=["3"], worker_cards=["2"]),
-        ),
-        (
-            MACHINES | {"workers": 3, "node_rank": 1},
-            [*"0123"],
-            Share(first=2, ranks=2, world_size=4, cards=["0", "1"], server_cards=None, worker_cards=["2", "3"]),
-        ),
-        (
-            {"prompts_per_step": 4, "min_ranks": 3},
-            [*"012345"],
-            Share(first=0, ranks=4, world_size=4, cards=[*"01234"], server_cards=["5"], worker_cards=[]),
-        ),
-        (
-            MACHINES | {"prompts_per_step": 12, "min_ranks": 3, "nnodes": 3, "node_rank": 2, "workers": 1},
-            [*"01234"],
-            Share(first=8, ranks=4, world_size=12, cards=[*"0123"], server_cards=None, worker_cards=["4"]),
-        ),
+        ({}, ["0", "1", "GPU-7"], (0, 2, 2), ["0", "1"], ["GPU-7"], []),
+        ({"dry_run": True}, ["0", "1", "2"], (0, 2, 2), ["0", "1"], ["2"], []),  # the run's number of ranks
+        ({}, ["3"], (0, 1, 1), ["3"], ["3"], []),
+        ({"beta": 0.0}, ["0", "1"], (0, 2, 2), ["0", "1"], None, []),
+        ({}, [], (0, 1, 1), [], [], []),
+        ({"nproc_per_node": 1}, ["0", "1", "2"], (0, 1, 1), ["0", "1"], ["2"], []),
+        (MACHINES | {"beta": 0.0}, ["0", "1"], (0, 2, 4), ["0", "1"], None, []),
+        (MACHINES | {"beta": 0.0, "node_rank": 1}, ["0", "1"], (2, 2, 4), ["0", "1"], None, []),
+        (MACHINES | {"nnodes": 3}, ["0", "1"], (0, 1, 5), ["0"], ["1"], []),
+        (MACHINES | {"nnodes": 3, "node_rank": 2}, ["0", "1"], (3, 2, 5), ["0", "1"], None, []),
+        (MACHINES | {"node_rank": 1, "nproc_per_node": 1}, [], (1, 1, 2), [], None, []),
+        ({"workers": 2}, [*"01234"], (0, 2, 2), ["0", "1"], ["4"], ["2", "3"]),
+        ({"workers": 1}, ["0", "1"], (0, 1, 1), ["0"], ["0"], ["1"]),
+        ({"workers": 2}, [], (0, 1, 1), [], [], ["", ""]),
+        (MACHINES | {"workers": 3}, [*"0123"], (0, 2, 4), ["0", "1"], ["3"], ["2"]),
+        (MACHINES | {"workers": 3, "node_rank": 1}, [*"0123"], (2, 2, 4), ["0", "1"], None, ["2", "3"]),
+        ({"prompts_per_step": 4, "min_ranks": 3}, [*"012345"], (0, 4, 4), [*"01234"], ["5"], []),
+        (THIRD, [*"01234"], (8, 4, 12), [*"0123"], None, ["4"]),
     ],
 )
-def test_each_machine_has_its_ranks_and_the_first_one_s_last_card_is_the_server_s(settings, cards, share, monkeypatch):
+def test_each_machine_has_its_ranks_and_the_first_one_s_last_card_is_the_server_s(
+    settings, cards, numbers, of_ranks, of_server, of_workers, monkeypatch
+):
+    """`numbers`: the machine's first rank, its ranks, and the run's."""
     monkeypatch.setenv("GRPO_REF_TOKEN", "secret")
-    assert share_of(LaunchConfig(**settings), cards) == share
+    first, ranks, world_size = numbers
+    places = {"cards": of_ranks, "server_cards": of_server, "worker_cards": of_workers}
+    expected = Share(first=first, ranks=ranks, world_size=world_size, **places)
+    assert share_of(LaunchConfig(**settings), cards) == expected
 
 
 def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
@@ -122,14 +70,8 @@ def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
 
 def test_a_killed_run_that_was_asked_to_stop_is_not_started_again(tmp_path, monkeypatch):
     (tmp_path / "stop").touch()
-    programs, starts = (
-        Programs(
-            LaunchConfig(output_dir=str(tmp_path)),
-            Share(first=0, ranks=1, world_size=1, cards=[], server_cards=None, worker_cards=[]),
-            tmp_path,
-        ),
-        [],
-    )
+    share = Share(first=0, ranks=1, world_size=1, cards=[], server_cards=None, worker_cards=[])
+    programs, starts = Programs(LaunchConfig(output_dir=str(tmp_path)), share, tmp_path), []
 
     def start_trainer() -> None:
         starts.append(subprocess.Popen(["sh", "-c", "kill -9 $$"]))
@@ -182,11 +124,16 @@ def test_what_no_run_can_be_started_with_is_refused_before_anything_starts(tmp_p
             launch(LaunchConfig(**settings))
 
 
-def begin(words: list[str]) -> subprocess.Popen:
-    command, pipes = [sys.executable, "-m", "grpo.launch", *words], {"stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.STDOUT, start_new_session=True, **pipes
-    )
+def launching(words: list[str]):
+    """The launcher on its way."""
+    return training(1, words, "-m", "grpo.launch")
+
+
+def launched(words: list[str]) -> tuple[int, str]:
+    """Run the launcher to its end; return its exit code and its output."""
+    with launching(words) as process:
+        output, _ = process.communicate(timeout=240)
+    return process.returncode, output
 
 
 def programs_of(folder: Path) -> dict[int, str]:
@@ -211,8 +158,7 @@ def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl
     changes = {"max_steps": 200, "port": free_port(), "eval_steps": 0, "save_steps": 2, "report_to": "none"}
     changes |= {"token_file": token}
     words = options(model_folder, data_folder, run, nproc_per_node=2, **changes)
-    process = begin(words)
-    try:
+    with launching(words) as process:
         wait_for_steps(process, run, 2)
         started = programs_of(run)
         (server,) = [number for number, command in started.items() if "ref_server.py" in command]
@@ -225,8 +171,6 @@ def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl
         started |= programs_of(run)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert process.returncode == 130, output
     assert "the reference server ended with code -9 and starts again" in output
     assert "a rank was killed by SIGKILL: the run continues" in output
@@ -236,9 +180,8 @@ def test_a_run_lives_through_the_death_of_server_and_rank_and_goes_on_after_ctrl
 
     done = len(lines(run / "metrics.jsonl"))
     (command,) = re.findall(r"stopped by signal 2; python -m grpo.launch (.*) goes on after step \d+", output)
-    process = begin([*shlex.split(command), f"--max_steps={done + 2}"])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    code, output = launched([*shlex.split(command), f"--max_steps={done + 2}"])
+    assert code == 0, output
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == list(range(1, done + 3))
     first, _, second = [row["command"] for row in lines(run / "starts.jsonl")]
     assert first == shlex.join(["python", "-m", "grpo.launch", *words])
@@ -254,17 +197,14 @@ def test_workers_draw_what_the_trainer_would_though_one_and_their_pool_are_kille
     run, alone = tmp_path / "drawn", tmp_path / "alone"
     changes = {"max_steps": 9, "eval_steps": 0, "beta": 0, "report_to": "none", "save_steps": 5}
     changes |= {"importance_sampling_mode": "none"}
-    launched = {"nproc_per_node": 1, "workers": 2, "port": free_port()}
-    process = begin([*options(model_folder, data_folder, run, **changes, **launched), *letters])
-    try:
+    own = {"nproc_per_node": 1, "workers": 2, "port": free_port()}
+    with launching([*options(model_folder, data_folder, run, **changes, **own), *letters]) as process:
         for program, steps in (("generate.py", 2), ("--task rollouts", 5)):
             wait_for_steps(process, run, steps)
             children = psutil.Process(process.pid).children()
             next(child for child in children if program in " ".join(child.cmdline())).kill()
         started = processes_below(process)
         output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
     assert process.returncode == 0, output
     assert re.search(r"worker \d ended with code -9 and starts again", output), output
     assert "the pool ended with code -9 and starts again" in output
@@ -272,6 +212,37 @@ def test_workers_draw_what_the_trainer_would_though_one_and_their_pool_are_kille
     finish(1, [*options(model_folder, data_folder, alone, **changes), *letters])
     assert (run / "completions.jsonl").read_text() == (alone / "completions.jsonl").read_text()
     check_weights(run / "model", alone / "model")
+
+
+SLOW = """
+import time
+
+def slow(completions, **columns):
+    if len(completions) > 2:  # not the trial before the first step
+        open("SIGN", "w").close()
+        time.sleep(45)
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+def test_a_lost_worker_ends_the_run_after_its_step_however_long_that_takes(model_folder, data_folder, tmp_path):
+    run, sign, rewards = tmp_path / "run", tmp_path / "sign", tmp_path / "rewards.py"
+    rewards.write_text(SLOW.replace("SIGN", str(sign)))
+    changes = {"beta": 0, "eval_steps": 0, "reward_funcs": f"{rewards}:slow", "report_to": "none", "workers": 1}
+    with launching(options(model_folder, data_folder, run, nproc_per_node=1, port=free_port(), **changes)) as process:
+        wait_until(sign.exists, 120, process)
+        while process.poll() is None:
+            with suppress(psutil.Error):  # one that has just ended
+                for child in psutil.Process(process.pid).children():
+                    if "generate.py" in " ".join(child.cmdline()):
+                        child.kill()
+            time.sleep(0.5)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "worker 1 ended 3 times without a step in between" in output, output
+    assert [row["step"] for row in lines(run / "metrics.jsonl")] == [1]
+    assert (run / "checkpoint-1").exists()
 
 
 BLIND = """
@@ -297,14 +268,11 @@ def test_grpo_stop_ends_a_run_for_good_and_resumed_it_has_the_bits_of_an_undistu
         return options(model_folder, data_folder, tmp_path / name, max_steps=steps, **changes, **more)
 
     run = tmp_path / "run"
-    process = begin(words("run", 10**6, nproc_per_node=2))
-    try:
+    with launching(words("run", 10**6, nproc_per_node=2)) as process:
         wait_for_steps(process, run, 2)
         started = programs_of(run)
         stopped = run_python("-m", "grpo", "stop", run)
         output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert (process.returncode, stopped.returncode) == (0, 0), output + stopped.stderr
     done = len(lines(run / "metrics.jsonl"))
     assert output.count("grpo stop: stopping after this step") == output.count(": stopped by grpo stop; python") == 1
@@ -312,9 +280,8 @@ def test_grpo_stop_ends_a_run_for_good_and_resumed_it_has_the_bits_of_an_undistu
     assert "Traceback" not in output and "error" not in output and not any(map(is_alive, started))
     assert not (run / f"checkpoint-{done}/stop").exists() and not (run / "model").exists()
 
-    again = begin(words("run", done + 2, nproc_per_node=2, resume_from_checkpoint="last"))
-    output, _ = again.communicate(timeout=120)
-    assert again.returncode == 0 and f"goes on after step {done}" in output, output
+    code, output = launched(words("run", done + 2, nproc_per_node=2, resume_from_checkpoint="last"))
+    assert code == 0 and f"goes on after step {done}" in output, output
     assert not (run / "stop").exists()
     finish(2, words("straight", done + 2))
     check_alike(run, tmp_path / "straight")
@@ -342,13 +309,8 @@ def test_out_of_memory_a_run_goes_on_with_half_and_ends_with_the_bits_of_one_tha
     def words(name: str, budget: int, **more) -> list[str]:
         return options(model_folder, data_folder, tmp_path / name, micro_batch_tokens=budget, **changes, **more)
 
-    def launched(name: str) -> tuple[int, str]:
-        process = begin(words(name, 1200, nproc_per_node=1))
-        output, _ = process.communicate(timeout=240)
-        return process.returncode, output
-
     loss.write_text(TIGHT.format(most=300))
-    code, output = launched("lowered")
+    code, output = launched(words("lowered", 1200, nproc_per_node=1))
     assert code == 0, output
     told = re.findall(r"the run goes on with (\w+=\d+) instead of (\d+)", output)
     assert told == [("micro_batch_tokens=600", "1200"), ("micro_batch_tokens=300", "600")], output
@@ -359,29 +321,30 @@ def test_out_of_memory_a_run_goes_on_with_half_and_ends_with_the_bits_of_one_tha
     assert weights[0] == weights[1]
 
     loss.write_text(TIGHT.format(most=60))
-    code, output = launched("never")
+    code, output = launched(words("never", 1200, nproc_per_node=1))
     assert code == 1 and output.count("the run goes on with") == 2 and "lower micro_batch_tokens=300" in output
 
 
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
-    process = begin(options(model_folder, data_folder, run, nproc_per_node=1, max_steps=200, port=free_port()))
-    wait_for_steps(process, run, 1)
-    started = programs_of(run)
-    assert len(started) == 2
-    process.kill()
-    process.communicate()
-    wait_until(lambda: not any(map(is_alive, started)))
+    words = options(model_folder, data_folder, run, nproc_per_node=1, max_steps=200, port=free_port())
+    with launching(words) as process:
+        wait_for_steps(process, run, 1)
+        started = programs_of(run)
+        assert len(started) == 2
+        process.kill()
+        process.communicate(timeout=60)
+        wait_until(lambda: not any(map(is_alive, started)))
 
 
 @pytest.mark.slow
 def test_a_trainer_that_ends_with_0_before_its_last_step_is_a_failure(model_folder, data_folder, tmp_path):
     run, rewards = tmp_path / "run", tmp_path / "rewards.py"
     rewards.write_text("import ctypes\n\ndef ends(completions, **columns):\n    ctypes.CDLL(None).quick_exit(0)\n")
-    process = begin(options(model_folder, data_folder, run, beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends"))
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and f"{run}: the trainer ended with code 0" in output, output
+    words = options(model_folder, data_folder, run, beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends")
+    code, output = launched(words)
+    assert code == 1 and f"{run}: the trainer ended with code 0" in output, output
 
 
 @pytest.mark.slow
@@ -390,14 +353,13 @@ def test_a_run_that_is_killed_again_and_again_ends(model_folder, data_folder, tm
     rewards = tmp_path / "rewards.py"
     rewards.write_text("import os\n\ndef ends(completions, **columns):\n    os.kill(os.getpid(), 9)\n")
     words = options(model_folder, data_folder, tmp_path / "run", beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends")
-    output, _ = (process := begin(words)).communicate(timeout=120)
-    assert process.returncode == 137 and output.count("was killed by SIGKILL: the run continues") == 2, output
+    code, output = launched(words)
+    assert code == 137 and output.count("was killed by SIGKILL: the run continues") == 2, output
 
 
 @pytest.mark.slow
 def test_a_server_that_cannot_start_ends_the_run(server, model_folder, data_folder, tmp_path):
-    process = begin(options(model_folder, data_folder, tmp_path / "run", nproc_per_node=1, port=server.port))
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2 and "starts again" not in output, output
+    code, output = launched(options(model_folder, data_folder, tmp_path / "run", nproc_per_node=1, port=server.port))
+    assert code == 2 and "starts again" not in output, output
     assert f"127.0.0.1:{server.port}" in output and "ended before it was ready" in output
     assert not (tmp_path / "run").exists()
