@@ -255,14 +255,25 @@ class PromptStream:
         return examples, [group for start in starts.values() for group in range(start, start + share)]
 
     def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
-        """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.
-        None is in the round, nor was given for an earlier attempt; when all others were, they come in a new order."""
-        in_round = [index for step in range(first_step, first_step + steps) for index in self._indices(step)]
-        others = np.setdiff1d(np.arange(self._size), in_round)
-        others = others if len(others) else np.arange(self._size)
-        shuffles, turn = divmod(attempt - 1, max(1, len(others) // len(in_round)))
-        order = np.random.default_rng((self._seed, first_step, 1 + shuffles)).permutation(others)
-        return [self._examples[order[(turn * len(in_round) + place) % len(order)]] for place in places]
+        """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`:
+        of weighted sources those of the same source, of a given order the next ones. None is in the round, nor was
+        given for an earlier attempt; when all others were, they come in a new order, or again in the given one."""
+        in_round = np.concatenate([self._indices(step) for step in range(first_step, first_step + steps)])
+        chosen = np.zeros_like(in_round)
+        whole = np.arange(self._size) if self._order is None else self._order
+        for number, part in enumerate(self._parts or [whole]):
+            mine = np.flatnonzero(np.isin(in_round, part))
+            if len(mine) == 0:
+                continue
+            if self._order is not None:  # begin behind the round's last one
+                part = np.roll(part, -1 - np.flatnonzero(part == in_round[mine[-1]])[0])
+            others = part[~np.isin(part, in_round)]
+            others = others if len(others) else part
+            shuffles, turn = divmod(attempt - 1, max(1, len(others) // len(mine)))
+            if self._order is None:
+                others = np.random.default_rng((self._seed, first_step, 1 + shuffles, number)).permutation(others)
+            chosen[mine] = others[(turn * len(mine) + np.arange(len(mine))) % len(others)]
+        return [self._examples[index] for index in chosen[places]]
 
     def _indices(self, step: int) -> np.ndarray:
         """Return the places of all ranks' examples in the dataset: int64 [prompts_per_step]."""

@@ -141,6 +141,26 @@ def test_a_given_order_holds_within_each_source(folder):
         assert mine == np.resize(expected, len(mine)).tolist()
 
 
+def test_a_replaced_prompt_gives_way_to_one_of_its_source_or_to_the_next_of_a_given_order(folder):
+    examples, weights = examples_of(a=9, b=60), {"a": 2.0, "b": 1.0}
+    stream = PromptStream(examples, 6, 1, weights=weights)
+    in_round = stream.examples_of(3) + stream.examples_of(4)
+    for attempt in (1, 2):
+        others = stream.replacements(3, 2, attempt, range(12))
+        assert [other.source for other in others] == [example.source for example in in_round]
+        of_b = [example for example in others if example.source == "b"]
+        assert len({example.index for example in of_b}) == len(of_b) and not any(map(in_round.count, of_b))
+
+    order = order_of(config(folder, "--dataset_order", "column:level"), examples)
+    ordered = PromptStream(examples, 4, 1, order)
+    attempts = [ordered.replacements(2, 2, attempt, range(8)) for attempt in (1, 2)]
+    assert [example.index for attempt in attempts for example in attempt] == [*range(68 - 16, 68 - 32, -1)]
+    mixed = PromptStream(examples, 6, 1, order, weights)
+    numbers = [example.index for example in mixed.replacements(0, 1, 1, range(6)) if example.source == "b"]
+    first = [example.index for example in mixed.examples_of(0) if example.source == "b"]
+    assert numbers == [number - len(first) for number in first]
+
+
 @pytest.mark.slow
 def test_a_run_has_the_rewards_of_each_dataset_and_refuses_other_weights(folder, model_folder):
     (folder / "mine.py").write_text(
