@@ -2,22 +2,19 @@
 
 import copy
 import json
-import re
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, one_line, require
+from grpo.model.load import fixed_date
 from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message
 
 MARK = "<image>"  # marks the place of a picture in a user's text
-_DAY = datetime(2024, 7, 26)  # Llama 3's own where the date is unknown
-_TODAY = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 
 # A message whose content is text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
 PartMessage = dict[str, Any]
@@ -103,10 +100,9 @@ def render_prompt(
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
-    """Render messages by the tokenizer's chat template. One that writes today's date (Llama 3's) writes a fixed one, or
-    a run's prompts would be others on the next day, and it could not be resumed."""
-    if isinstance(template := tokenizer.chat_template, str) and "strftime_now" in template:
-        options["chat_template"] = _TODAY.sub(lambda call: json.dumps(_DAY.strftime(call[2])), template)
+    """Render messages by the tokenizer's chat template, with `fixed_date`."""
+    if isinstance(template := tokenizer.chat_template, str):
+        options["chat_template"] = fixed_date(template)
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 

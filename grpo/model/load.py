@@ -1,9 +1,12 @@
 """Load the tokenizer, the policy and the frozen reference: of a model or an adapter, from the hub or a folder."""
 
+import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from datetime import datetime
 from operator import itemgetter
 from timeit import Timer
 
@@ -42,6 +45,8 @@ transformers_logging.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{"leav
 # it: after `end_now`, or where a rank is stopped, the output would close with a warning of what leaked.
 tqdm.set_lock(threading.RLock())
 
+_DAY = datetime(2024, 7, 26)  # Llama 3's own where the date is unknown
+_TODAY = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 NO_LIMIT = 2**31 - 1
 SMALLEST_TO_ADVISE = 512  # hidden size: of smaller models the products are not what takes time
 
@@ -63,6 +68,12 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # safe: masks come from lengths
     return tokenizer
+
+
+def fixed_date(template: str) -> str:
+    """Return a chat template with a fixed date where it writes today's (Llama 3's does): or a run's prompts, and a
+    reward model's texts, would be others on the next day, and the run could not be resumed."""
+    return _TODAY.sub(lambda call: json.dumps(_DAY.strftime(call[2])), template)
 
 
 def load_model(

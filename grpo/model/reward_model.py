@@ -8,7 +8,6 @@ special tokens. A text's score does not depend on its batch. Rows are padded on 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import jinja2
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -20,11 +19,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model.fingerprint import describe
 from grpo.model.hub import base_of, check_model_name, refuse_unloadable
-from grpo.model.load import refuse_hub_kernels, resolve_dtype
+from grpo.model.load import fixed_date, refuse_hub_kernels, resolve_dtype
 from grpo.model.packing import Batcher
 from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest
@@ -45,7 +44,7 @@ def load_reward_model(
     options = {"trust_remote_code": config.trust_remote_code}
     remedy = "give a folder, or a hub id that this machine can reach, of a sequence-classification model"
     with refuse_unloadable(field, name, remedy):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = _load_tokenizer(name, config)
         settings = AutoConfig.from_pretrained(base_of(name) or name, **options)
         refuse_hub_kernels(field, name, settings, config.trust_remote_code)
         options |= {"dtype": resolve_dtype(config, device), "output_loading_info": True}
@@ -58,12 +57,18 @@ def load_reward_model(
     return model.eval().requires_grad_(False).to(device), tokenizer
 
 
+def _load_tokenizer(name: str, config: SharedConfig) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = fixed_date(tokenizer.chat_template)
+    return tokenizer
+
+
 def try_template(config: SharedConfig, name: str, conversation: list[Message]) -> None:
-    """Render a conversation by the chat template of a reward model that is not loaded yet. Raises ConfigError if the
-    template refuses it, or there is no such model."""
+    """Render a conversation by a reward model's chat template, before it is loaded. Raises ConfigError if it cannot."""
     check_model_name("reward_funcs", name)
     with refuse_unloadable("reward_funcs", name):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        tokenizer = _load_tokenizer(name, config)
     try:
         _render(tokenizer, 0, conversation)
     except ProtocolError as error:
@@ -164,10 +169,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Messa
         return "\n\n".join(message["content"] for message in messages)
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a template is a program that comes with the model: it may raise anything
         if [message["role"] for message in messages[:2]] == ["system", "user"]:
             # Gemma's template knows no system: as its authors do, its text goes before the user's first.
             system, first, *others = messages
             joined = first | {"content": f"{system['content']}\n\n{first['content']}"}
             return _render(tokenizer, place, [joined, *others])
-        raise malformed(f"input {place}: the reward model's chat template refuses these messages ({error})") from error
+        reason = f"the reward model's chat template refuses these messages ({one_line(error)})"
+        raise malformed(f"input {place}: {reason}") from error
