@@ -99,7 +99,8 @@ class Balancer:
             self._connection.outdated.add(self._connection.fingerprint)
             self._connection.fingerprint = fingerprint
             for server in self.servers:
-                server.restored_at = time.monotonic()  # a failure of an older request says nothing about the server now
+                # An older request says nothing about the server now: neither its failure, nor that it is on its way.
+                server.restored_at, server.has_trial_request = time.monotonic(), False
 
     def send_weights(self, weights: WeightsToSend) -> None:
         """Replace the model of all servers, and from now on use only those that have these weights. Returns when each

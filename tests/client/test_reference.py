@@ -123,6 +123,28 @@ def test_groups_whose_server_is_gone_are_given_up_together_after_one_deadline():
     assert 0.5 <= time.monotonic() - began < 5  # by itself each waits for 0.5 s
 
 
+def test_a_request_to_an_older_reference_does_not_keep_its_server_from_the_others():
+    """The first request after a failure is the server's trial, until which it gets no other."""
+    held, go = threading.Event(), threading.Event()
+
+    def post(count):
+        if count == 0:
+            return 503, {}, b"{}"
+        if count == 1:
+            held.set()
+            go.wait(30)
+            return answer()
+        return answer("new")
+
+    with fake(post) as server, open_client(server.url, ref_deadline=60, ref_request_timeout=30) as client:
+        client.wait_ready()
+        future = request(client)
+        assert held.wait(20)
+        client.balancer.use_only("new")
+        go.set()
+        assert [row.tolist() for row in future.result(20)] == [[-1, -2, -3], [], [-4]]
+
+
 def test_a_run_that_is_asked_to_stop_waits_little_for_servers_that_are_away_and_long_for_busy_ones(monkeypatch):
     monkeypatch.setattr(balancer, "AFTER_STOP", 0.5)
 
