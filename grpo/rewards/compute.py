@@ -81,7 +81,8 @@ def start_rewards(
 def start_functions(
     rewards: dict[str, Callable | str], config: TrainerConfig, workers: int
 ) -> tuple[dict[str, Callable], RewardPool | None]:
-    """Return the functions of `load_reward_funcs` as the run calls them, and the pool of `reward_timeout`."""
+    """Return the functions of `load_reward_funcs` as the run calls them, and the pool of `reward_timeout`. A judge has
+    deadlines of its own."""
     functions = {label: reward for label, reward in rewards.items() if not isinstance(reward, str)}
     if config.reward_timeout is None:
         return functions, None
@@ -91,7 +92,7 @@ def start_functions(
     for label, function in functions.items():
         if _is_blocking(function):
             functions[label] = pool.make_function(names[label])
-        else:
+        elif not isinstance(function, Judge):
             functions[label] = add_deadline(label, function, config.reward_timeout)
     return functions, pool
 

@@ -14,7 +14,7 @@ from judges import judging, verdict
 
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
-from grpo.rewards.compute import compute_rewards, load_reward_funcs
+from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_functions
 from grpo.rewards.functions import Logged
 from grpo.rewards.judge import Judge
 
@@ -167,6 +167,20 @@ def test_a_judge_that_fails_on_a_request_costs_that_completion_alone(rubric):
     with judging(answer) as server:
         rewards, _ = rewards_of(rubric(server.url, max_retries=1), ["three", "four"], ["Q", "Q"])
     assert rewards == pytest.approx([0.8, np.nan], nan_ok=True) and len(server.asked) == 3
+
+
+def test_a_reward_timeout_is_not_the_judges(rubric):
+    def slow(body: dict, number: int) -> tuple[int, dict, dict]:
+        time.sleep(0.5)
+        return scored(body, number)
+
+    with judging(slow) as server:
+        name = rubric(server.url)
+        functions, pool = start_functions(
+            load_reward_funcs([name]), TrainerConfig(reward_funcs=[name], reward_timeout=0.1), workers=1
+        )
+        assert pool is None
+        assert compute_rewards(functions, PROMPTS, COMPLETIONS, {}).tolist() == [[0.8, 0.2, 0.8]]
 
 
 def test_a_slow_answer_is_asked_for_again(rubric):
