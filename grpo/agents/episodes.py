@@ -69,6 +69,7 @@ class Agent:
             history=config.agent_history,
         )
         self.gateway: Gateway | None = None
+        self.programs: AgentPrograms | None = None
         self.journal: Journal | None = None  # of episodes that are trained on
         self._failures: Counter[str] = Counter()
 
@@ -117,8 +118,9 @@ class Agent:
 
     def close(self) -> None:
         """End all programs, after all episodes."""
-        if self.gateway is not None:
+        if self.programs is not None:
             self.programs.close()
+        if self.gateway is not None:
             self.gateway.shut_down()
 
     def begin(self, example: Example, session: RunningEpisode) -> tuple[str, AgentProgram]:

@@ -23,7 +23,9 @@ from processes import is_alive, left_of
 from servers import wait_until
 
 from grpo.agents.agent_processes import AgentPrograms, Answer
+from grpo.agents.episodes import Agent
 from grpo.config.errors import ConfigError, RewardError
+from grpo.config.sampling_settings import AskedSections
 
 AGENT = """
 import ctypes, multiprocessing, os, random, subprocess, sys, threading, time
@@ -514,6 +516,13 @@ def test_an_agent_that_cannot_be_run_is_refused_in_one_sentence(tmp_path, monkey
     with pytest.raises(ConfigError, match=rf"^agent={re.escape(repr(name))}: .*{message}") as raised:
         AgentPrograms(name, "http://127.0.0.1:9/v1", timeout=60)
     assert "\n" not in str(raised.value)
+
+
+def test_an_agent_that_was_refused_can_be_closed(tokenizer, tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_here\n")
+    agent = Agent(AskedSections(agent=f"{tmp_path}/broken.py:solve"), tokenizer, [0], context=300, rows=4)
+    with pytest.raises(ConfigError, match="broken.py:1 cannot be imported"), closing(agent):
+        agent.start()
 
 
 def test_a_file_that_ends_its_process_is_tried_three_times(tmp_path):
