@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo.agents.journal import Journal
@@ -54,12 +54,11 @@ class RunningEpisode:
     refusal: str = ""  # the code of the last refusal at a limit, which is how an episode that then fails has failed
     is_over: bool = False
 
-    def count(self, segments: int) -> None:
-        """Count segments before they are drawn. Raises Refused above the limit."""
+    def check_turns(self, segments: int) -> None:
+        """Raise Refused if so many more segments are above the limit."""
         if self.turns + segments > self.limits.turns:
             message = f"the episode has {self.turns} turns, and may have {self.limits.turns} (max_turns): end it"
             raise self.refuse(message, code="max_turns")
-        self.turns += segments
 
     def refuse(self, message: str, *, code: str, param: str | None = None) -> Refused:
         """Return the refusal of a request at a limit."""
@@ -92,10 +91,12 @@ class ChatExchange:
         with session.lock:  # as whole as its end, which cancels the segments
             if session.is_over:
                 raise Refused("the episode is over", code="episode_over")
-            session.count(wanted.n)
+            session.check_turns(wanted.n)
             self.nodes: list[Node] = session.episode.ask(wanted, scale)
             self._prompt_ids = self.nodes[0].prompt_ids
             room = self._find_room()
+            session.turns += wanted.n  # a refused request takes none
+            self._wanted = replace(wanted, messages=[])  # else each turn would keep all before it
             self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
         for segment in self._segments:
             if not segment.done.done():
@@ -138,7 +139,7 @@ class ChatExchange:
         if self._wanted.stream:
             text = self._text(ids)
             held_back = max(map(len, self._wanted.stop), default=1) - 1  # a stop text may have begun
-            self._pieces.put((number, text[: len(text) - held_back if place is None else place]))
+            self._pieces.put((number, text[: max(0, len(text) - held_back) if place is None else place]))
         if place is None:
             return None
         return bisect_left(range(len(ids)), True, key=lambda count: self._find_stop(ids[:count]) is not None)

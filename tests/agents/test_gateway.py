@@ -132,7 +132,16 @@ def test_a_stream_is_the_answer_in_pieces(desk):
         by_hand(desk, session, node)
         assert reason == ("stop" if node.ids[-1] in desk.ends or "e" in decode(node.ids) else "length")
         assert "e" not in decode(node.ids[:-1], skip_special_tokens=True)  # it ends where the stop text does
-    desk.gateway.close(key)
+
+
+def test_a_stream_holds_back_a_stop_text_until_it_is_whole(desk):
+    _, key = desk.begin(1)
+    whole = desk.client(key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message.content
+    assert len(whole) > 5
+    session, key = desk.begin(1)  # draws the same
+    options = {"model": "policy", "messages": QUESTION, "stream": True, "stop": [whole]}
+    pieces = [chunk.choices[0].delta.content or "" for chunk in desk.client(key).chat.completions.create(**options)]
+    assert "".join(pieces) == session.episode.nodes[0].reply["content"] == ""
 
 
 def test_a_retry_draws_nothing_again_and_a_lost_answer_is_not_trained_on(desk):
@@ -195,13 +204,7 @@ def test_a_stream_that_breaks_off_is_had_whole_by_the_retry(desk):
         ({"top_p": 0.5}, 400, "top_p", None, "top_p: 0.5: the run draws with 1: leave it out"),
         ({"messages": []}, 400, "messages", "invalid_value", "messages: no message was sent"),
         ({"functions": []}, 400, "functions", "unsupported_parameter", "functions: this field is not known here"),
-        (
-            {"messages": [{"role": "user", "content": "many apples " * 300}]},
-            400,
-            "messages",
-            "context_length_exceeded",
-            "with an answer may have 400: send fewer",
-        ),
+        ({"messages": LONG}, 400, "messages", "context_length_exceeded", "with an answer may have 400: send fewer"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_the_clients_terms(desk, fields, status, param, code, words):
@@ -251,6 +254,8 @@ def test_the_runs_own_settings_are_taken_and_models_are_listed(desk):
 def test_an_episode_has_its_turns_and_its_key_alone(desk):
     session, key = desk.begin(turns=2)
     chat = desk.client(key).chat.completions
+    with pytest.raises(openai.BadRequestError, match="send fewer"):  # which costs no turn
+        chat.create(model="policy", messages=LONG)
     chat.create(model="policy", messages=QUESTION, n=2)
     with pytest.raises(openai.BadRequestError, match="has 2 turns, and may have 2"):
         chat.create(model="policy", messages=QUESTION)
@@ -258,7 +263,7 @@ def test_an_episode_has_its_turns_and_its_key_alone(desk):
     for wrong in (key, "sk-none"):
         with pytest.raises(openai.AuthenticationError):
             desk.client(wrong).chat.completions.create(model="policy", messages=QUESTION)
-    assert len(session.episode.nodes) == 2
+    assert sum(bool(node.ids) for node in session.episode.nodes) == 2
 
 
 @pytest.mark.parametrize(
