@@ -100,7 +100,11 @@ class Files:
         if claimed.exists():
             _check_owner(claimed.read_text(), run, self._folder)
         else:
-            claimed.write_text(f"{run} {name}")
+            unfinished = self._folder / "run.unfinished"  # half a name on a full disk would be another run's
+            unfinished.write_text(f"{run} {name}")
+            with open(unfinished, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(unfinished, claimed)
 
     def size(self, sha256: str) -> int | None:
         """Return the bytes of a file, None if it is missing or not complete."""

@@ -18,7 +18,7 @@ from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_
 from grpo.client.server_errors import ServersLost
 from grpo.config.errors import ConfigError
 from grpo.pool import files as files_module
-from grpo.pool.files import PIECE_BYTES
+from grpo.pool.files import PIECE_BYTES, Files
 from grpo.pool.protocol import Task, Version
 from grpo.pool.store import Recording, Store
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
@@ -476,6 +476,18 @@ def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, smal
     put_file(store, data)
     store.put_tasks(tasks)
     assert store.count_open() == 1000
+
+
+def test_a_disk_that_is_full_when_a_folder_is_claimed_leaves_it_to_the_run(tmp_path, small_disk):
+    files = Files(str(tmp_path / "given"))
+    small_disk(5)
+    with pytest.raises(ProtocolError, match="its disk may be full"), files.locked():
+        files.claim("0123", "runs/a")
+    small_disk(1 << 20)
+    with files.locked():
+        files.claim("0123", "runs/a")
+    with pytest.raises(ProtocolError, match="runs/a"), files.locked():
+        files.claim("4567", "runs/b")
 
 
 KILLED = """
