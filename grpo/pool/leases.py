@@ -115,11 +115,17 @@ class Leases:
     def find(self, name: str) -> WorkerState | None:
         return next(iter(self._read("WHERE name = ?", name)), None)
 
-    def uploaded(self, name: str, keys: Iterable[Key], *, groups: int, tokens: int) -> None:
-        """Note an upload of these tasks; the pool accepted so many groups with so many tokens."""
+    def uploaded(
+        self, name: str, done: Iterable[Key], *, unwanted: Iterable[Key] = (), groups: int, tokens: int
+    ) -> None:
+        """Note an upload of tasks that are done, and of others, drawn with replaced weights, which another worker may
+        be drawing anew; the pool accepted so many groups with so many tokens."""
+        of_task = "DELETE FROM leases WHERE group_id = ? AND attempt = ?"
         with self._changing():
-            for key in keys:
-                self._database.sql("DELETE FROM leases WHERE group_id = ? AND attempt = ?", *key)
+            for key in done:
+                self._database.sql(of_task, *key)
+            for key in unwanted:
+                self._database.sql(f"{of_task} AND worker = ?", *key, name)
             if groups and (worker := self.find(name)) is not None:
                 worker.seen = worker.uploaded = self.now()
                 worker.groups, worker.tokens = worker.groups + groups, worker.tokens + tokens

@@ -135,7 +135,8 @@ class PoolService(Service):
         late = {key for key in wanted if key not in kept}
         answers = ["not wanted" if drawn.key in late else answer for drawn, answer in zip(groups, answers, strict=True)]
         tokens = sum(wanted[key][1].tokens for key in kept)
-        self.leases.uploaded(worker, keys, groups=len(kept), tokens=tokens)
+        unwanted = {key for key, answer in zip(keys, answers, strict=True) if answer == "not wanted"}
+        self.leases.uploaded(worker, {*keys} - unwanted, unwanted=unwanted, groups=len(kept), tokens=tokens)
         self.numbers.answered(answers, tokens)
         return answers
 

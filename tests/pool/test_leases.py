@@ -44,7 +44,7 @@ def test_what_was_drawn_is_nobodys(leases):
     lease(leases, "b", (2, 0))
     leases.uploaded("b", [(0, 0)], groups=1, tokens=12)  # a was slow
     assert held(leases) == {(1, 0), (2, 0)}
-    leases.uploaded("a", [(1, 0)], groups=0, tokens=0)  # it was not wanted
+    leases.uploaded("a", [], unwanted=[(1, 0), (2, 0)], groups=0, tokens=0)  # b draws the second anew
     assert held(leases) == {(2, 0)}
     a, b = sorted(leases.workers(), key=lambda worker: worker.name)
     assert (a.groups, a.tokens, a.uploaded) == (0, 0, None) and (b.groups, b.tokens) == (1, 12) and b.uploaded
