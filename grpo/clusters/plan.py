@@ -160,10 +160,13 @@ def run_again(run: Path, attempt: Callable[[], int | None]) -> int:
     return code
 
 
-def run_tool(config: LaunchConfig, command: list[str], remedy: str, *, text: str = "") -> subprocess.CompletedProcess:
-    """Run a command of the engine's on a text to its end. Raises ConfigError, with a remedy, if it is not installed."""
+def run_tool(
+    config: LaunchConfig, command: list[str], remedy: str, *, text: str = "", seconds: float | None = None
+) -> subprocess.CompletedProcess:
+    """Run a command of the engine's on a text to its end. Raises ConfigError, with a remedy, if it is not installed,
+    and subprocess.TimeoutExpired after so many seconds."""
     try:
-        return subprocess.run(command, input=text, capture_output=True, text=True)
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds)
     except FileNotFoundError:
         config.refuse("on", f"there is no {command[0]} here: {remedy}")
 

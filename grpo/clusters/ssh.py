@@ -32,6 +32,7 @@ log = logging.getLogger("grpo.launch")
 _TRAVELS = re.compile("(NCCL|GLOO|OMP)_.*|HF_HOME")
 _SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
 _LOOK, _RETRY = 0.2, 5.0  # seconds between two looks at the launchers, and at machines that do not answer
+_ANSWER = 60.0  # seconds in which a machine starts Python in this folder
 _SAID = 60.0  # seconds between two lines about machines that do not answer
 _GRACE = 60.0  # seconds in which the other machines may end by themselves after one has
 _BETWEEN, _MOST_INTERRUPTS = 5.0, 3  # seconds between two Ctrl-C then; the second ends ranks at once
@@ -98,7 +99,10 @@ class Launchers:
         command = self._in_this_folder([sys.executable, "-c", ""])
 
         def ask(host: str) -> str:
-            done = run_tool(self._config, [*self._ssh, host, command], "install it")
+            try:
+                done = run_tool(self._config, [*self._ssh, host, command], "install it", seconds=_ANSWER)
+            except subprocess.TimeoutExpired:  # the network is there, and the disk perhaps not
+                return f"this folder did not answer within {_ANSWER:.0f} s"
             return done.returncode and (one_line(done.stderr) or f"ssh ended with code {done.returncode}")
 
         with ThreadPoolExecutor(len(self._hosts)) as threads:

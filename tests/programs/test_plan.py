@@ -229,6 +229,7 @@ def test_a_hostfile_with_a_mistake_is_refused(text, reason, tmp_path):
 FAKE_SSH = """#!/bin/sh
 case "$*" in
 *" away "*) echo "cd: no such folder" >&2; exit 1 ;;
+*" hangs "*) exec sleep 60 ;;
 *"--node_rank 1"*) exit 2 ;;
 *--node_rank*) head -c 1 > /dev/null; exit 130 ;;
 esac
@@ -263,6 +264,12 @@ def test_by_ssh_a_machine_that_lacks_the_folder_is_named_and_no_token_is_written
     monkeypatch.setattr(ssh, "shared_files", None)
     with pytest.raises(ConfigError, match="hosts': away cannot be used by ssh: cd: no such folder"):
         by_ssh("away")
+
+
+def test_a_machine_whose_disk_hangs_is_named(by_ssh, monkeypatch):
+    monkeypatch.setattr(ssh, "_ANSWER", 1.0)
+    with pytest.raises(ConfigError, match="hosts': hangs cannot be used by ssh: this folder did not answer within 1 s"):
+        by_ssh("hangs")
 
 
 def test_a_machine_that_fails_by_itself_while_another_waits_for_it_is_not_taken_for_lost(by_ssh, tmp_path):
