@@ -61,8 +61,10 @@ def manifests(config: LaunchConfig, roles: list[Role]) -> str:
         for setting in ("workers", "worker_args", "pool_url", "pool_folder"):
             settings.pop(setting, None)
         settings |= {"sampler": "pool", "pool": f"http://{name}-pool:{config.pool_port}"}
-        if config.pool_url is None:
-            pool = replace(pool, words=["ref_server.py", "--task=rollouts", "--pool_file=/pool/rollouts.sqlite"])
+        words = ["ref_server.py", "--task=rollouts", "--pool_file=/pool/rollouts.sqlite"]
+        if config.pool_url is not None:  # from the secret, as it may have a password
+            words = ["$(POOL_URL)" if word == config.pool_url else word for word in pool.words]
+        pool = replace(pool, words=words)
     return fill_in(
         "kubernetes.yaml",
         command=one_line(typed_command(), None),
@@ -76,6 +78,7 @@ def manifests(config: LaunchConfig, roles: list[Role]) -> str:
         settings=to_yaml(settings),
         trainer=by_name["trainer"],
         pool=pool,
+        pool_url=config.pool_url,
         pool_port=config.pool_port,
         worker=by_name.get("worker"),
     )

@@ -124,6 +124,18 @@ def test_a_command_of_several_lines_and_an_odd_folder_are_only_text(on, tmp_path
         assert shlex.split(output) == [f"{folder}/a.log".replace("%", "%%")]
 
 
+def test_an_address_of_the_pools_database_is_in_kubernetes_secret_alone():
+    url = "postgresql://grpo:s3cret@db/run1"
+    place = [f"--pool_url={url}", "--pool_folder=s3://bucket/run1"]
+    text = k8s.manifests(*planned("--on=k8s", "--image=r/grpo", "--workers=4", *place))
+    manifests = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text)}
+    assert manifests["Secret", "grpo-first"]["stringData"]["pool_url"] == url and text.count("s3cret") == 1
+    (container,) = manifests["Deployment", "grpo-first-pool"]["spec"]["template"]["spec"]["containers"]
+    assert "--pool_url $(POOL_URL) --pool_folder s3://bucket/run1" in " ".join(container["args"])
+    (variable,) = container["env"]
+    assert variable["name"] == "POOL_URL" and variable["valueFrom"]["secretKeyRef"]["key"] == "pool_url"
+
+
 def test_what_kubernetes_starts_finds_the_others(tmp_path):
     config, roles = planned("--on=k8s", "--image=r/grpo", "--workers=4", "--worker_args=--engine vllm", "--seed=5")
     manifests = {
