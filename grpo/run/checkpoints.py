@@ -32,7 +32,16 @@ from grpo.model.pictures import PictureProcessor
 from grpo.model.sharded import weights_to_save
 from grpo.run.collective import from_first, gather
 from grpo.run.exit import how_to_continue
-from grpo.run.folder import ENGINE, SaveError, describe_room, push_in_background, put_in_place, to_disk, write_model
+from grpo.run.folder import (
+    ENGINE,
+    SaveError,
+    describe_room,
+    push_in_background,
+    put_in_place,
+    tell_unpushed,
+    to_disk,
+    write_model,
+)
 from grpo.run.preflight import RunDescription, check_same
 from grpo.run.run_folder import (
     PROGRESS,
@@ -215,6 +224,7 @@ class Checkpoints:
         saved = self.folder / f"checkpoint-{progress.step}"
         if not from_first((saved / PROGRESS).exists()):  # another machine may see it later
             self.save(engine, progress)
+        tell_unpushed()
         return how_to_continue(self.folder, progress.step)
 
     def way_on(self) -> str:

@@ -273,6 +273,7 @@ def use_best(checkpoint: Path, folder: Path, config: TrainerConfig) -> None:
         write_progress(unfinished, {"step": config.max_steps})
 
 
+_uploads: dict[tuple[Path, str], Future] = {}  # of checkpoints, each with its repository
 _uploader = cache(HfApi)  # by its endpoint: a client uploads one folder after the other
 
 
@@ -291,7 +292,17 @@ def push_in_background(checkpoint: Path, repo: str) -> None:
         else:
             log.info("pushed %s to %s", checkpoint, upload.result().repo_url)
 
-    _upload(checkpoint, repo, f"Training in progress, step {step_of(checkpoint)}").add_done_callback(tell)
+    upload = _uploads[checkpoint, repo] = _upload(checkpoint, repo, f"Training in progress, step {step_of(checkpoint)}")
+    upload.add_done_callback(tell)
+
+
+def tell_unpushed() -> None:
+    """Warn of the checkpoints whose upload ends with this process."""
+    for (checkpoint, repo), upload in _uploads.items():
+        if not upload.done():
+            excluded = ["--exclude", *_NOT_OF_MODEL, f"{ENGINE}/*"]
+            command = shlex.join(["hf", "upload", repo, str(checkpoint), *excluded])
+            log.warning("%s is not pushed yet: push it with: %s", checkpoint, command)
 
 
 def push_model(folder: Path, repo: str) -> None:

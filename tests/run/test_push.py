@@ -10,7 +10,15 @@ from trainer_runs import one_line, options, run_ranks
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run.folder import SaveError, check_login, open_repo, push_in_background, push_model, save_model
+from grpo.run.folder import (
+    SaveError,
+    check_login,
+    open_repo,
+    push_in_background,
+    push_model,
+    save_model,
+    tell_unpushed,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client's way without Xet
 
@@ -54,6 +62,20 @@ def test_a_checkpoints_model_is_pushed_while_training_goes_on(hub, model, tokeni
             push_model(checkpoint, "me/my-run")
     assert f"pushed {checkpoint} to" in caplog.text
     assert f"{checkpoint} could not be pushed to me/my-run: " in caplog.text
+
+
+def test_checkpoints_that_are_not_pushed_when_a_run_ends_are_named(hub, model, tokenizer, tmp_path, caplog):
+    for step in (7, 8):
+        save_model(model, tokenizer, tmp_path / f"checkpoint-{step}", TrainerConfig())
+        push_in_background(tmp_path / f"checkpoint-{step}", "me/mine")
+    tell_unpushed()  # the second waits for the first
+    last = tmp_path / "checkpoint-8"
+    command = f"hf upload me/mine {last} --exclude engine 'rank-*.pickle' progress.json 'engine/*'"
+    assert f"{last} is not pushed yet: push it with: {command}" in caplog.text
+    push_model(last, "me/mine")
+    caplog.clear()
+    tell_unpushed()
+    assert not caplog.text
 
 
 def test_a_repository_that_is_there_is_pushed_to(hub, tmp_path, caplog):
