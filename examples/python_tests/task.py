@@ -76,10 +76,11 @@ def share_passed(code: str, inputs: list[int], outputs: list[int]) -> float:
     words = [sys.executable, "-I", "-S", "-c", program]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ended = subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, cwd=folder, env={}
-            )
-            results = json.loads(ended.stdout.splitlines()[-1])
+            with open(f"{folder}/output", "w+b") as output:  # a file, to which the limit of size applies
+                streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.DEVNULL}
+                subprocess.run(words, timeout=SECONDS, cwd=folder, env={}, **streams)
+                output.seek(0)
+                results = json.loads(output.read().splitlines()[-1])
         except (subprocess.TimeoutExpired, IndexError, ValueError):  # too slow; no output; a NUL, or no JSON
             return 0.0
     if not isinstance(results, list) or len(results) != len(outputs):

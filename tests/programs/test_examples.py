@@ -171,6 +171,7 @@ HARMFUL = {
     "while True: pass": 0.0,
     "x = bytearray(1 << 30)\ndef f(x): return x": 0.0,
     "open('big', 'wb').write(bytes(2 << 20))\ndef f(x): return x": 0.0,
+    "import os\nos.write(1, bytes(2 << 20))\ndef f(x): return x": 0.0,
     "raise SystemExit": 0.0,
     "def f(x): return 'x'": 0.0,
     "def f(x): return x + (x > 0)": 0.6,
