@@ -45,10 +45,10 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--data_only", action="store_true", help="make no model")
     arguments = parser.parse_args()
-    task, folder = (
-        import_module(f"examples.{arguments.example}.task"),
-        arguments.folder or Path("runs", arguments.example),
-    )
+    task = import_module(f"examples.{arguments.example}.task")
+    folder = arguments.folder or Path("runs", arguments.example)
+    if not arguments.data_only and (folder / "model").exists():
+        parser.error(f"{folder / 'model'} exists: remove it, or give --data_only")
     write_splits(
         folder / "data", arguments.seed, task.problems, task.row_of, train_size=task.TRAIN, test_size=task.TEST
     )
