@@ -64,7 +64,9 @@ def main(config: TrainerConfig = CONFIG) -> list[dict[str, float]]:
     rows, longest = config.sequences_per_generate, config.max_completion_length
     sampler = make_sampler(model, tokenizer, longest, rows=rows, packs=batcher.packs)
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.99), weight_decay=0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1, update / config.warmup_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda update: min(1, update / config.warmup_steps) if config.warmup_steps else 1
+    )
     reference = grpo.RefClient(f"http://127.0.0.1:{config.port}", config.temperature)  # (5) no reference: beta=0
     rows = []
 
