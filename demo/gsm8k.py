@@ -44,6 +44,12 @@ from grpo.config.programs import LaunchConfig
 from grpo.data.dataset import load_rows
 from reward import correctness_reward, text_of
 
+
+def absolute(name: str) -> str:
+    """Return a folder's whole path; a name of the hub as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
 FOLDER = Path("runs/gsm8k")
 CONFIG, CONFIG_ON_CARD = "configs/gsm8k_cpu.yaml", "configs/gsm8k_24gb.yaml"
 ENVIRONMENT = os.environ | ({} if ON_CARD else CPU | {"OMP_NUM_THREADS": str(os.cpu_count())})
@@ -51,7 +57,7 @@ WIDTH = 896  # of the 0.5B model's layers, whose products are timed
 # Steps, and about their hours: so many at any rate, and so many more at so many GFLOP/s. Measured on two cores: 187 s a
 # step at 400 GFLOP/s, 150 s at 880; two evaluations take half an hour.
 STEPS, LEAST_HOURS, MORE_HOURS, RATE = 30, 1.1, 1.2, 400.0
-ALL_QUESTIONS = "openai/gsm8k"
+ALL_QUESTIONS = absolute(os.environ.get("GSM8K", "openai/gsm8k"))
 CALCULATION = "<<"  # GSM8K's solutions have their calculations in double angle brackets
 MOST_CALCULATIONS = 2  # of a question that is trained on: untrained it solves 34 % of those, 13 % of those with three
 ANSWER_AT_END = re.compile(r".*<answer>[^<>]*</answer>\s*", re.DOTALL)
@@ -144,13 +150,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` block ends the training
     sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
     packed = PACKED.get(arguments.model.lower())
-    of_model = arguments.folder.absolute() / (arguments.model.lower() if packed else Path(arguments.model).name)
+    base = arguments.folder.absolute()
+    of_model = base / (arguments.model.lower() if packed else Path(arguments.model).name)
     folder = of_model / f"seed{arguments.seed}"
+    model = str(of_model / "model") if packed else absolute(arguments.model)
     os.chdir(REPOSITORY)
-    model = str(of_model / "model") if packed else arguments.model
     try:
         check_place()
-        questions = questions_of(arguments.folder.absolute())
+        questions = questions_of(base)
         model_words = ["--model_name_or_path", model, "--seed", arguments.seed]
         words = words_of(folder / "run", ["--dataset_name", questions, *model_words, *options])
         announce(words)
@@ -176,13 +183,15 @@ def words_of(run: Path, options: list[object]) -> list[str]:
 
 
 def questions_of(folder: Path) -> str | Path:
-    """Return the dataset: all of GSM8K on a card; on a CPU a folder, made within this one if it is not there, with the
-    easier questions to train on, and the whole test split. Raises ConfigError, OSError."""
-    source = os.environ.get("GSM8K", ALL_QUESTIONS)
+    """Return the dataset: all of GSM8K on a card; on a CPU a folder, made within this one if it is not there, with
+    the easier questions to train on, and the whole test split. Raises ConfigError, OSError."""
     questions = folder / "questions"
-    if ON_CARD or questions.exists():
-        return source if ON_CARD else questions
-    config = parse_arguments(LaunchConfig, "", ["--config", CONFIG, "--dataset_name", source])
+    if ON_CARD:
+        return ALL_QUESTIONS
+    if questions.exists():
+        print(f"using the questions that are in {questions}")
+        return questions
+    config = parse_arguments(LaunchConfig, "", ["--config", CONFIG, "--dataset_name", ALL_QUESTIONS])
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as scratch:
         written = Path(scratch) / "questions"
@@ -191,7 +200,7 @@ def questions_of(folder: Path) -> str | Path:
             rows = load_rows(config, split)
             kept = rows.filter(lambda row, most=most: row["answer"].count(CALCULATION) <= most)
             kept.to_json(written / f"{split}.jsonl")
-            print(f"{questions} gets {len(kept)} of {len(rows)} questions of {source} ({split})")
+            print(f"{questions} gets {len(kept)} of {len(rows)} questions of {ALL_QUESTIONS} ({split})")
         written.rename(questions)
     return questions
 
