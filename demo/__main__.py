@@ -51,7 +51,7 @@ RANKS = 1 if ON_CARD else 2
 
 @dataclass(frozen=True)
 class Demo:
-    """A demo: where it is, which modules make its model and its data, and the held-out accuracy that it promises."""
+    """A demo: its places, the modules of its model and its data, and the held-out accuracy that it promises."""
 
     model: str  # what `builder` builds
     builder: str
@@ -86,7 +86,7 @@ KINDS = {"vision": VISION, "tools": TOOLS, "agent": AGENT, "real": REAL}
 
 
 class DemoError(RuntimeError):
-    """A demo that did not do what it promises."""
+    """A demo that broke its promise."""
 
 
 def main() -> int:
@@ -211,17 +211,19 @@ def train_with_workers(folder: Path, seed: int) -> None:
 
 
 @contextmanager
-def workers(folder: Path, count: int) -> Iterator[tuple[str, list[subprocess.Popen]]]:
-    """Run a new pool and so many workers that draw for it; give its address and the workers."""
+def workers(folder: Path, count: int, *options: str) -> Iterator[tuple[str, list[subprocess.Popen]]]:
+    """Run a new pool and so many workers with these options that draw for it; give its address and the workers."""
     url, pool_file = f"http://127.0.0.1:{free_port()}", folder / "pool.sqlite"
     for old in folder.glob(f"{pool_file.name}*"):
         old.unlink()
     commands = {"pool": ["ref_server.py", "--task", "rollouts", "--pool_file", pool_file, "--port", url.split(":")[2]]}
     for number in range(1, count + 1):
         name = f"worker-{number}"
-        commands[name] = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name]
-    processes = [start(words, folder / f"{name}.log") for name, words in commands.items()]
+        commands[name] = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name, *options]
+    processes = []
     try:
+        for name, words in commands.items():
+            processes.append(start(words, folder / f"{name}.log"))
         yield url, processes[1:]
     finally:
         for process in processes:
@@ -300,7 +302,7 @@ def report_english(demo: Demo, folder: Path) -> None:
 
 
 def pair_completions(folder: Path, last_step: int) -> list[tuple[dict, dict]]:
-    """Return what the record has of each held-out problem before the first step and after the last."""
+    """Return the records of each held-out problem before the first step and after the last."""
     lines = (folder / "run/completions.jsonl").read_text().splitlines()
     samples = [sample for sample in map(json.loads, lines) if sample["phase"] == "eval"]
     return list(zip(*([s for s in samples if s["step"] == step] for step in (0, last_step)), strict=True))
