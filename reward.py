@@ -76,9 +76,8 @@ format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it
 def boxed_format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[float]:
     r"""Return 1.0 for `<think>...</think>` and a `\boxed{...}` after it, else 0.0, as EasyR1's math.py judges it. Tags
     at the prompt's end count (see `find_opened_tags`)."""
-    texts = [
-        (text_of(text), text_of(prompt)) for prompt, text in zip(prompt_texts or prompts, completions, strict=True)
-    ]
+    pairs = zip(prompt_texts or prompts, completions, strict=True)
+    texts = [(text_of(completion), text_of(prompt)) for prompt, completion in pairs]
     return [float(has_boxed_format(find_opened_tags(text, prompt) + text)) for text, prompt in texts]
 
 

@@ -21,13 +21,8 @@ def sha(data: bytes) -> str:
 def run_info(**others) -> RunInfo:
     """Return what a run tells the pool; `others` are fields of other values."""
     fields = {"run": "0123456789abcdef", "name": "runs/a", "vocab_size": 100, "eos_token_ids": [2]}
-    fields |= {
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "temperature": 0.7,
-        "seed": 42,
-        "model_files": "a" * 64,
-    }
+    fields |= {"num_generations": 2, "max_completion_length": 4, "temperature": 0.7}
+    fields |= {"seed": 42, "model_files": "a" * 64}
     return RunInfo(**fields | others)
 
 
@@ -78,6 +73,11 @@ def put_version(store: Store, number: int, base: int | None = None, whole: bool 
     )
     store.add_version(version)
     return version
+
+
+def task_of(group: int, prompt_ids: list[int] | None = None, **others) -> Task:
+    """Return a task of version 0, at its first attempt; `others` are fields of other values."""
+    return Task(**{"group": group, "attempt": 0, "version": 0, "prompt_ids": prompt_ids or [7]} | others)
 
 
 def drawn(task: Task) -> GroupResult:

@@ -1,11 +1,18 @@
-"""The client of a server whose answers a test gives."""
+"""The client of a server whose answers a test gives, and completions to ask it about."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future
 
 import numpy as np
 
+from grpo.data.records import Rollout
 from grpo.trainer.server_scores import ServerScores
+
+
+def sampled(ids: Iterable[int], text: str = "", **more) -> Rollout:
+    """Make a completion, by default a finished one of whose log-probs the sampler knows nothing."""
+    fixed = {"finished": True, "sampling_logprobs": [], "policy_version": 0}
+    return Rollout(completion_ids=[*ids], text=text, **fixed | more)
 
 
 class Told:

@@ -1,7 +1,6 @@
 """Runs the user's programs for episodes, each in a process of its own: the trainer's side of grpo/agents/host.py."""
 
 import base64
-import codecs
 import contextlib
 import datetime
 import decimal
@@ -42,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The end of a program: its answer, or a failure: its kind, and the traceback or what the program printed last."""
+    """The end of a program: its answer, or a failure: its kind, and the traceback or the last prints."""
 
     answer: Answer | None = None
     failure: str = ""
@@ -57,13 +56,13 @@ class AgentProgram:
         self.result: Future[Ending] = Future()
         self.result.set_running_or_notify_cancel()  # a reader of it cannot cancel it
         self.failure, self.killed = "", math.inf  # why and when it was killed
-        self._lock, self._now = threading.Lock(), now
+        self._lock, self._now = threading.RLock(), now
         self._requests, self._spent, self._since = 0, 0.0, now()
 
     def pause(self) -> None:
         """Stop its time while one of its requests is answered. Others may begin before that ends."""
         with self._lock:
-            self._spent = self._count()
+            self._spent = self.spent()
             self._requests += 1
 
     def resume(self) -> None:
@@ -75,10 +74,7 @@ class AgentProgram:
     def spent(self) -> float:
         """Return the seconds outside its requests."""
         with self._lock:
-            return self._count()
-
-    def _count(self) -> float:
-        return self._spent if self._requests else self._spent + self._now() - self._since
+            return self._spent if self._requests else self._spent + self._now() - self._since
 
 
 class AgentPrograms:
@@ -100,9 +96,16 @@ class AgentPrograms:
         self._start()
         threading.Thread(target=self._watch, name="programs' time", daemon=True).start()
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ConfigError if JSON cannot hold a row."""
-        self._make_plain(row)
+    def make_plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row for JSON. Raises ConfigError if JSON cannot hold it."""
+        plain = {}
+        for name, value in row.items():
+            try:
+                plain[name] = _to_json(value)
+            except TypeError as error:
+                how = f"programs get rows as JSON, which holds no {error}: leave the column {name!r} out of the dataset"
+                raise ConfigError(f"agent={self._agent!r}: {how}") from None
+        return plain
 
     def begin(self, row: Mapping[str, Any], key: str, seed: int) -> AgentProgram:
         """Start a program with a row of the dataset, the key of its requests, and the seed, below 2^32, of its random
@@ -111,7 +114,7 @@ class AgentPrograms:
         Raises ConfigError if JSON cannot hold the row, RewardError if no host starts, CancelledError after `close`.
         """
         program = AgentProgram(next(self._numbers), self._clock.now)
-        order = {"begin": program.number, "row": self._make_plain(row), "key": key, "seed": seed}
+        order = {"begin": program.number, "row": self.make_plain(row), "key": key, "seed": seed}
         while True:
             with self._starting:
                 if self._host.is_lost:
@@ -164,16 +167,6 @@ class AgentPrograms:
                 if self._clock.now() > program.killed + END_SECONDS:  # the system holds it, as a lost disk does
                     self._host.end(program.number, {})
 
-    def _make_plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        plain = {}
-        for name, value in row.items():
-            try:
-                plain[name] = _to_json(value)
-            except TypeError as error:
-                how = f"programs get rows as JSON, which holds no {error}: leave the column {name!r} out of the dataset"
-                raise ConfigError(f"agent={self._agent!r}: {how}") from None
-        return plain
-
 
 class _Clock:
     """Counts seconds, at most those of `awake_since` between two looks, which `_watch` takes."""
@@ -202,7 +195,8 @@ class _Host:
         self._failure = HOST_LOST  # of the programs that its end ends
         self._running: dict[int, AgentProgram] = {}
         self._lock, self._sending = threading.Lock(), threading.Lock()
-        self._printer = threading.Thread(target=self._show, name="programs' prints", daemon=True)
+        prints = self.process.stderr, self._keep
+        self._printer = threading.Thread(target=PRINTS.read_all, args=prints, name="programs' prints", daemon=True)
         self._printer.start()
         self._reader = threading.Thread(target=self._read, name="programs' ends", daemon=True)
         self._reader.start()
@@ -245,13 +239,8 @@ class _Host:
         self.process.kill()
         self._reader.join(END_SECONDS)
 
-    def _show(self) -> None:
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        with self.process.stderr as pipe:
-            while chunk := pipe.read1(65536):
-                text = decode(chunk)
-                self.printed = (self.printed + text)[-_SHOWN:]
-                PRINTS.write(text, sys.stderr)
+    def _keep(self, text: str) -> None:
+        self.printed = (self.printed + text)[-_SHOWN:]
 
     def _read(self) -> None:
         try:

@@ -166,7 +166,7 @@ def _describe(error):
 
 
 def _call(function, arguments, answers):
-    """Call the function, write what it returned or raised, and exit. What it left in threads and tasks ends with it."""
+    """Call the function, write its result or error, and exit. Its threads and tasks end with it."""
     process = os.getpid()
 
     def end(report):
@@ -205,9 +205,9 @@ def _format(error):
 def _make_report(returned):
     try:
         text = json.dumps(returned, default=lambda value: value.item())  # a scalar of NumPy or torch
-    except Exception:  # what the user's code returned may have an item() of its own
+    except Exception:  # the user's object may have an item() of its own
         text = repr(returned)
-    return {"answer": text[:_LONGEST]}  # the host reads no more, and what is cut is no JSON
+    return {"answer": text[:_LONGEST]}  # the host reads no more, and a cut text is no JSON
 
 
 def _read_report(line):

@@ -62,11 +62,7 @@ class Agent:
         self.label = label_of(config.agent)
         self.rewards = {self.label: Given(is_verdict=False, weight=1.0), PASSED: Given(is_verdict=True, weight=0.0)}
         self.formats = Formats(
-            tokenizer,
-            eos_token_ids,
-            config.tool_call_parser,
-            config.chat_template_kwargs,
-            history=config.agent_history,
+            tokenizer, eos_token_ids, config.tool_call_parser, config.chat_template_kwargs, history=config.agent_history
         )
         self.gateway: Gateway | None = None
         self.programs: AgentPrograms | None = None
@@ -96,7 +92,7 @@ class Agent:
     def try_on(self, example: Example) -> None:
         """Start, and raise ConfigError, too, if programs cannot have such a row."""
         self.start()
-        self.programs.check_row(example.columns)
+        self.programs.make_plain(example.columns)
 
     def start(self) -> None:
         """Start the gateway and the process that imports the user's file. Raises ConfigError if that cannot be run."""
@@ -111,7 +107,7 @@ class Agent:
         )
 
     def keep_journal(self, folder: Path, rank: int, *, identity: str, oldest: Callable[[], int]) -> None:
-        """Keep in a run's folder what is drawn, and which episodes have ended. `identity` names model, data and
+        """Keep all that is drawn in a run's folder, and which episodes have ended. `identity` names model, data and
         settings; for `oldest` see Journal."""
         run = fingerprint(identity, read_program(self.config.agent))
         self.journal = RunJournal(folder / "journal", rank, run=run, oldest=oldest)
@@ -126,7 +122,7 @@ class Agent:
     def begin(self, example: Example, session: RunningEpisode) -> tuple[str, AgentProgram]:
         """Let the program begin with a row; return the episode's key and its process."""
         key, name = self.gateway.open(session), session.episode.name
-        # A program that begins again asks what it had asked.
+        # A program that begins again asks the same.
         seed = int(fingerprint(example.index if name is None else name)[:8], 16)
         with session.lock:  # before the program's first request
             program = self.programs.begin(example.columns, key, seed)
@@ -200,16 +196,10 @@ class AgentSampler(ContinuousSampler):
 
 
 def draw_episodes(
-    agent: Agent,
-    order: Order,
-    drawer: Drawer,
-    *,
-    longest: int,
-    version: int,
-    journal: Journal | None = None,
+    agent: Agent, order: Order, drawer: Drawer, *, longest: int, version: int, journal: Journal | None = None
 ) -> list[list[Rollout]]:
     """Run the programs of an order, whose answers of at most `longest` tokens the policy `version` draws with `drawer`.
-    Raises what the drawer raises."""
+    Raises the drawer's errors."""
     limits = EpisodeLimits(
         longest=longest,
         context=agent.context,

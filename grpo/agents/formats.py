@@ -1,4 +1,4 @@
-"""What the model's chat template makes of a program's messages, and how a drawn segment is read as a message.
+"""The text that the model's chat template makes of a program's messages, and how a drawn segment is read as a message.
 
 The messages of a new conversation are rendered whole. Messages after a drawn segment are rendered alone, and their ids
 follow the ids that were drawn, which are never rendered.
@@ -40,7 +40,7 @@ class Formats:
         `history` is how a conversation continues where the template writes its past otherwise than it was drawn, as
         Qwen3's, which leaves out the thinking of earlier turns. "drawn": on the ids that were drawn, so that the policy
         sees all that it wrote; a server that renders each request anew, as most do, shows a deployed model less.
-        "rendered": in a new branch, of what the template writes: the policy sees what a deployed model sees, and each
+        "rendered": in a new branch, of the template's text: the policy sees what a deployed model sees, and each
         turn may become a sequence of its own."""
         self.tokenizer, self.history = tokenizer, history
         self._ends, self._parser, self._kwargs = [*end_ids], parser, template_kwargs
@@ -85,7 +85,7 @@ class Formats:
     def _make_reader(self, tools: str) -> TurnReader:
         schemas = json.loads(tools)
         if schemas:
-            self._template(tools)  # it says best what the chat template lacks
+            self._template(tools)  # its refusal says best how the chat template falls short
         return TurnReader(self.tokenizer, self._ends, schemas, self._parser)
 
 

@@ -53,7 +53,7 @@ class Gateway:
         return key
 
     def close(self, key: str) -> None:
-        """End an episode: what it still waits for is not drawn."""
+        """End an episode: the segments that it still waits for are not drawn."""
         session = self._sessions.pop(key)
         with session.lock:
             session.is_over = True

@@ -6,11 +6,11 @@ It stands alone, as the interpreter may be the user's: the standard library, cal
     host -> trainer    a line of JSON: {} when it is ready, or {"refused": reason}; then for each program that ended
                        {"number", "answer": text of JSON, "text"} or {"number", "failure": kind, "text"}
 
-    guard              is what the trainer starts, and runs no foreign code. When the host ends, or standard input
+    guard              is started by the trainer, and runs no foreign code. When the host ends, or standard input
      |                 closes, it kills all that is below it
      +- host           imports the user's file, and forks for each episode
-         +- program    what it starts stays below it (prctl(2), PR_SET_CHILD_SUBREAPER), becomes the host's when it
-                       ends, and is killed by the host
+         +- program    its processes stay below it (prctl(2), PR_SET_CHILD_SUBREAPER), become the host's when it
+                       ends, and are killed by the host
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class Host:
         """`agent`: what becomes a program, and what reads its answer; `reports`: a descriptor; `limit`: in bytes."""
         (self.run, self.read_answer), self.reports, self.limit = agent, reports, limit
         self.programs, self.unread, self.looked, self.pid = {}, [], 0.0, os.getpid()
-        self.kept = find_children()  # what the user's file started serves all episodes
+        self.kept = find_children()  # processes of the user's file serve all episodes
         self.files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.files[1], self.files[1]))  # two pipes for each program
         self.selector = selectors.PollSelector()  # which a fork does not share
@@ -174,7 +174,7 @@ class Host:
             os.kill(pid, signal.SIGKILL)
 
     def kill_large(self):
-        """Kill each program that takes more memory than the limit, with what it started."""
+        """Kill each program that takes more memory than the limit, with all below it."""
         self.looked, processes, children, large = time.monotonic(), read_processes(), defaultdict(list), []
         for pid, (parent, _) in processes.items():
             children[parent].append(pid)
@@ -227,7 +227,7 @@ def main(url, name, limit="0"):
     orders, reports = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # a fork would write again what is not yet written
+    sys.stdout.reconfigure(line_buffering=True)  # a fork would write again all that is not yet written
     faulthandler.enable()
     faulthandler.register(_STACKS)
     for variable in ("no_proxy", "NO_PROXY"):
@@ -239,7 +239,7 @@ def main(url, name, limit="0"):
         os._exit(0)
     sys.stdout.flush()
     gc.collect()
-    gc.freeze()  # the collector of a program would copy the pages of what it looks at
+    gc.freeze()  # the collector of a program would copy the pages that it looks at
     Host(agent, reports, float(limit) * 2**30).serve(orders)
 
 

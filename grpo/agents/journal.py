@@ -138,13 +138,9 @@ class RunJournal(Journal):
                 self._read(line)
             except DAMAGED:  # a power cut may leave anything
                 log.warning("line %d of %s is damaged: what it had is drawn again", number, path)
-        if path == self._path:
-            self._cut(path)
-
-    def _cut(self, path: Path) -> None:
-        """Take away the half of a line, after which the next one would be written."""
-        with open(path, "rb+") as file:
-            file.truncate(sum(map(len, _whole_lines(path))))
+        if path == self._path:  # the next line is written after the last whole one
+            with open(path, "rb+") as file:
+                file.truncate(sum(map(len, _whole_lines(path))))
 
     def _drop_old(self) -> None:
         """Delete what no checkpoint leads to any more."""

@@ -41,7 +41,7 @@ _MESSAGE_FIELDS = {
     "assistant": ("role", "content", "name", "reasoning_content", "tool_calls"),
     "tool": ("role", "content", "name", "tool_call_id"),
 }
-# The openai package sends back what it was streamed or has parsed: `index` of a call, and its arguments a second time.
+# The openai package sends back more of a stream, or of a parsed answer: `index` of a call, its arguments once more.
 _CALL_FIELDS = ("id", "type", "function", "index")
 _CALLED_FUNCTION_FIELDS = ("name", "arguments", "parsed_arguments")
 
@@ -114,7 +114,7 @@ def read_request(body: bytes) -> ChatRequest:
 class _Object:
     """An object of the body. What reads a field of it raises Refused for a value of another kind."""
 
-    place: str  # where it is in the body; "" for the body itself
+    place: str  # in the body; "" for the body itself
     fields: dict[str, Any]  # those that are not null
 
     def place_of(self, name: str) -> str:

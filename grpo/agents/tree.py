@@ -61,7 +61,7 @@ class Node:
     reply: Message = field(default_factory=dict)  # as the program gets it; empty until it is drawn
     finished: bool = False  # whether it ended with an end of the turn
     is_stopped: bool = False  # whether it ended as the program wanted: by a stop text or its max_tokens
-    is_seen: bool = False  # whether the program got it; the gateway says so. What it never saw is not trained on
+    is_seen: bool = False  # whether the program got it; the gateway says so. Others are not trained on
     asked_at: float = 0.0  # seconds since the episode began, for people alone
     answered_at: float = 0.0
     calls: int = 0  # of tools, the unreadable ones included
@@ -90,14 +90,14 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the records of a run tell of an episode: of the segments that the program saw, in the order in which it
-    asked for them. Where it asks for several at once that is the order of their arrival."""
+    """Of an episode, for a run's records: all is of the segments that the program saw, in the order in which it asked
+    for them. If it asks for several at once that is the order of their arrival."""
 
     ids: list[int]  # all that are trained on
     logprobs: list[float]
     text: str  # the drawn text without special tokens; segments are joined by line ends
     messages: list[Message]
-    """as in Outcome.messages: what was drawn, and what the program told the policy after its first request, once"""
+    """as in Outcome.messages: all drawn text, and all that the program told the policy after its first request, once"""
     finished: bool  # False if the run's limits cut a segment that nothing follows
     tool_calls: int
     unreadable_calls: int  # of them

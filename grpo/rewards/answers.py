@@ -40,7 +40,7 @@ def find_last_boxed(text: str) -> str:
     return content
 
 
-# What Unicode writes with signs of its own: first what is ASCII for all texts, then also what is LaTeX.
+# Signs of Unicode's own: first those that are ASCII in all texts, then also those that are LaTeX.
 ASCII = str.maketrans("−–—‒‑‐⁄∕∗、。’", "------//*,.'") | {0xFF01 + i: 0x21 + i for i in range(94)}
 ASCII |= {ord(sign): " " + unicodedata.normalize("NFKC", sign).translate(ASCII) for sign in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 SIGNS = r"""° ^\circ º ^\circ ˚ ^\circ × \times · \cdot ⋅ \cdot ÷ \div ± \pm ∓ \mp ≤ \leq ⩽ \leq ≥ \geq ⩾ \geq ≠ \neq
@@ -395,7 +395,7 @@ CPU_SECONDS = 4.0  # not of the clock: what earns a reward must not depend on ho
 class MathProcess:
     """A process that runs `math-verify`, which finds nothing equal in a thread, and computes 9^{9^9} for ever. A
     question starts it if there is none. It ends with its parent, when its stdin closes, and at a question that takes
-    CPU_SECONDS or, where it waits for something else, `deadline` seconds, which means no."""
+    CPU_SECONDS or, if it waits for something else, `deadline` seconds, which means no."""
 
     def __init__(self, command: list[str], deadline: float):
         self.command, self.deadline = command, deadline

@@ -199,8 +199,8 @@ def _check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
 
 
 def _take_parts_out(returned: Any, logged: Logged) -> Any:
-    """Return what is called "overall" (EasyR1) or "score" (verl) in a dict of lists or a list of dicts; log the rest of
-    each completion, and as metrics. Return anything else unchanged. Raises Misuse without either."""
+    """Return "overall" (EasyR1) or "score" (verl) of a dict of lists or a list of dicts; log the rest of each
+    completion, and as metrics. Return anything else unchanged. Raises Misuse without either."""
     is_rows = isinstance(returned, Sequence) and returned and all(isinstance(row, Mapping) for row in returned)
     if is_rows:
         returned = {name: [row.get(name) for row in returned] for name in returned[0]}

@@ -37,7 +37,7 @@ class Failures:
     def note(self, kind: str, traceback: str = "") -> None:
         """`traceback` is the user's part of the stack, with line ends."""
         self._counts[kind] += 1
-        # Errors: ranks other than the first show no warnings.
+        # Errors, here and below: ranks other than the first show no warnings.
         if (count := self._counts[kind]) == 1:
             log.error("%s%s: the run continues, and counts more of these", traceback, kind)
         elif str(count).rstrip("0") == "1":
@@ -70,7 +70,6 @@ class SlowCalls:
             times = [(name, now - began) for name, began in [*self._running.values()]]
             slow = [f"{name} (for {seconds:.0f} s)" for name, seconds in times if seconds >= PATIENCE]
             if slow:
-                # An error: ranks other than the first show no warnings.
                 log.error(
                     "these have not answered yet: %s (%d in all): set tool_timeout, which ends all but an async tool "
                     "that does not await",
@@ -195,7 +194,6 @@ class Instance:
         except (CallLost, RewardError) as error:  # RewardError: no process starts
             self.is_lost = True
             if isinstance(error, CallLost):
-                # An error: ranks other than the first show no warnings.
                 log.error("%s%s %s: the completion ends with the reward %g", self._prefix, task, error, _FALLBACK)
             raise
         if "raised" in reply:

@@ -85,7 +85,7 @@ class Session:
     def _call(self, task: str, *arguments: Any) -> Any:
         match task, arguments:
             case "tool", (name, values):
-                return self._functions[name](**copy.deepcopy(values))  # the caller keeps what the policy wrote
+                return self._functions[name](**copy.deepcopy(values))  # the caller keeps the policy's own
             case "method", (name, values):
                 return getattr(self._instance, name)(**copy.deepcopy(values))
             case "reset", (columns,):

@@ -1,7 +1,7 @@
 """A process that calls the user's code for the trainer, and the guard above it.
 
     trainer -> worker    pickle: what makes the service, and its arguments
-                         pickle: (number, what the service is asked...)
+                         pickle: (number, the arguments of `answer`...)
     worker -> trainer    a line of JSON: that number, and the service's `answer`; no pickle, as foreign code may have
                          written it. An exception of `answer` ends the process
 

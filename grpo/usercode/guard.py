@@ -45,7 +45,7 @@ def adopt():
 def _guard(child):
     def watch():
         poll = select.poll()
-        poll.register(0, 0)  # what is written there is the child's to read
+        poll.register(0, 0)  # its input is the child's to read
         poll.poll()
         os.kill(child, signal.SIGKILL)
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, TextIO
 
 log = logging.getLogger(__name__)
@@ -67,12 +67,14 @@ class Prints:
         if shown:
             stream.write(shown)
 
-    def read_all(self, pipe: IO[bytes]) -> None:
-        """Write a process's prints, until it and all its descendants have ended."""
+    def read_all(self, pipe: IO[bytes], keep: Callable[[str], None] = lambda text: None) -> None:
+        """Write a process's prints, each of which `keep` is given, until it and all its descendants have ended."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with pipe:
             while chunk := pipe.read1(65536):
-                self.write(decoder.decode(chunk), sys.stderr)
+                text = decoder.decode(chunk)
+                keep(text)
+                self.write(text, sys.stderr)
 
 
 class _LimitedStream:

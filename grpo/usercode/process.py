@@ -152,7 +152,7 @@ class UserProcess:
         self._ready = True
 
     def _attempt(self, action: Callable, argument: Any) -> Any:
-        """Do what the socket may block. Raises TimeoutError once no second of the call is left."""
+        """Do an action that the socket may block. Raises TimeoutError once no second of the call is left."""
         while True:
             began = time.monotonic()
             self._socket.settimeout(max(1e-3, min(self._left, SLICE)))

@@ -1,7 +1,6 @@
 """AgentPrograms of episodes, in real processes; the API that they call is a small server of the test."""
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -10,15 +9,15 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import date
 from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import psutil
 import pytest
 from conftest import REPOSITORY
+from judges import judging, verdict
 from processes import is_alive, left_of
 from servers import wait_until
 
@@ -80,40 +79,11 @@ def plain(task, client):
 """
 
 
-class Api(ThreadingHTTPServer):
-    """An API that answers each request with 5."""
-
-    def __init__(self):
-        self.keys = []
-        api = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                api.keys.append((self.path, self.headers["Authorization"], body["messages"][0]["content"]))
-                message = {"role": "assistant", "content": "5"}
-                choices = [{"index": 0, "finish_reason": "stop", "message": message}]
-                made = {"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": choices}
-                answer = json.dumps(made).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_):
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-
-
 @pytest.fixture(scope="module")
 def api():
-    with Api() as server:
-        threading.Thread(target=server.serve_forever).start()
+    """An API that answers each request with 5."""
+    with judging(lambda body, number: verdict("5")) as server:
         yield server
-        server.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -126,19 +96,18 @@ def agent(tmp_path_factory):
     return f"{folder}/my-agent.py"
 
 
-@contextmanager
 def started(agent, url="http://127.0.0.1:9/v1", timeout=60, **options):
-    programs = AgentPrograms(agent, url, timeout=timeout, **options)
-    try:
-        yield programs
-    finally:
-        programs.close()
+    return closing(AgentPrograms(agent, url, timeout=timeout, **options))
 
 
 @pytest.fixture(scope="module")
 def programs(agent, api):
     with started(f"{agent}:solve", api.url) as programs:
         yield programs
+
+
+def questions(api):
+    return {(path, key, body["messages"][0]["content"]) for path, key, body in api.asked}
 
 
 def end_of(programs, row, key="sk-1"):
@@ -170,8 +139,7 @@ def test_a_coroutine_asks_with_its_key(programs, api):
     answers = [program.result.result(60).answer for program in running]
     # Each runs in a process of its own: none sees the others' count.
     assert answers == 4 * [Answer(reward=10.0, passed=None, parts={"count": 1.0})]
-    asked = {("/v1/chat/completions", f"Bearer sk-{i}", "2 + 3") for i in range(4)}
-    assert {*api.keys} == asked
+    assert questions(api) == {("/v1/chat/completions", f"Bearer sk-{i}", "2 + 3") for i in range(4)}
 
 
 def test_a_function_asks_past_the_proxy_of_the_machine(agent, api, monkeypatch):
@@ -179,7 +147,7 @@ def test_a_function_asks_past_the_proxy_of_the_machine(agent, api, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with started(f"{agent}:plain", api.url) as programs:
         assert end_of(programs, {}, "sk-plain").answer == Answer(reward=5.0)
-    assert ("/v1/chat/completions", "Bearer sk-plain", "2 + 3") in api.keys
+    assert ("/v1/chat/completions", "Bearer sk-plain", "2 + 3") in questions(api)
 
 
 COMMAND = """#!/bin/sh
@@ -195,10 +163,10 @@ def test_a_command_gets_url_key_and_row_and_prints_its_reward(tmp_path, capfd):
     script = tmp_path / "an agent.sh"
     script.write_text(COMMAND)
     script.chmod(0o755)
-    with started(f"command: '{script}'", "http://127.0.0.1:9/v1") as programs:
+    with started(f"command: '{script}'") as programs:
         row = {"question": "é" * 100_000}  # more than a pipe holds, and the script does not read it all
         assert end_of(programs, row).answer == Answer(reward=0.25, passed=False, parts={"length": 3.0})
-    with started(f"command: sh '{script}' fail", "http://127.0.0.1:9/v1") as programs:
+    with started(f"command: sh '{script}' fail") as programs:
         ending = end_of(programs, {"question": "2 + 3"}, "sk-2")
     assert (ending.answer, ending.failure) == (None, "exit code 3")
     assert ending.text == 'url=http://127.0.0.1:9/v1 key=sk-2 row={"question": "2 + 3"}\n'
@@ -476,20 +444,20 @@ def test_all_end_with_the_trainer(agent, tmp_path):
     assert not left_of(pids)
 
 
-def test_an_interpreter_of_its_own(agent, api, tmp_path):
+def test_an_interpreter_of_its_own(agent, tmp_path):
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nexport OWN=7\nexec "{sys.executable}" "$@"\n')
     wrapper.chmod(0o755)
-    with started(f"{agent}:solve", api.url, python=str(wrapper)) as programs:
+    with started(f"{agent}:solve", python=str(wrapper)) as programs:
         assert end_of(programs, {"do": "value", "value": "int(os.environ['OWN'])"}).answer.reward == 7
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     other = f"{tmp_path}/venv/bin/python"
     with pytest.raises(ConfigError, match=f"^agent='.*:solve': {other} cannot import openai .*{other} -m pip install"):
-        AgentPrograms(f"{agent}:solve", api.url, python=other, timeout=60)
-    with started("command: echo 1", api.url, python=other) as programs:
+        started(f"{agent}:solve", python=other)
+    with started("command: echo 1", python=other) as programs:
         assert end_of(programs, {}).answer.reward == 1
     with pytest.raises(ConfigError, match="^agent='command: echo 1': the interpreter /no/python cannot be started"):
-        AgentPrograms("command: echo 1", api.url, python="/no/python", timeout=60)
+        started("command: echo 1", python="/no/python")
 
 
 @pytest.mark.parametrize(
@@ -514,7 +482,7 @@ def test_an_agent_that_cannot_be_run_is_refused_in_one_sentence(tmp_path, monkey
     (tmp_path / "syntax.py").write_text("def solve(:\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(2)\n")
     with pytest.raises(ConfigError, match=rf"^agent={re.escape(repr(name))}: .*{message}") as raised:
-        AgentPrograms(name, "http://127.0.0.1:9/v1", timeout=60)
+        started(name)
     assert "\n" not in str(raised.value)
 
 
@@ -529,5 +497,5 @@ def test_a_file_that_ends_its_process_is_tried_three_times(tmp_path):
     code = f"import os\nopen({str(tmp_path / 'tries')!r}, 'a').write('x')\nprint('no licence')\nos._exit(7)\n"
     (tmp_path / "agent.py").write_text(code)
     with pytest.raises(RewardError, match=r"agent='.*ended 3 times .*\(exit code 7\): no licence") as raised:
-        AgentPrograms(f"{tmp_path}/agent.py:solve", "http://127.0.0.1:9/v1", timeout=60)
+        started(f"{tmp_path}/agent.py:solve")
     assert raised.value.traceback == "no licence\n" and (tmp_path / "tries").read_text() == "xxx"

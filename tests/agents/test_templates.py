@@ -89,24 +89,18 @@ def test_calls_may_have_other_spaces_than_the_template_writes(template):
 def test_answers_to_calls_of_other_formats_follow_the_ids_drawn(parser):
     tokenizer = talker(parser)
     asked = Asked(tokenizer)
-    text = {
-        "llama": '{"name" :"add", "parameters":{"a":1}}',
-        "mistral": '[TOOL_CALLS]  [{"name":"add","arguments":{"a":1}}]',
-    }[parser]
+    text = '[TOOL_CALLS]  [{"name":"add","arguments":{"a":1}}]'
+    answer = '[TOOL_RESULTS] {"content": [1]}[/TOOL_RESULTS]'
+    if parser == "llama":
+        text = '{"name" :"add", "parameters":{"a":1}}'
+        answer = "<|head|>ipython<|/head|>\n\n[1]<|im_end|><|head|>assistant<|/head|>\n\n"
     drawn = spelled(tokenizer, text) if parser == "llama" else ids_of(tokenizer, text)
     first = asked.ask([user("1?")], drawn, [ADD])
     [made] = first.reply["tool_calls"]
     second = asked.ask([user("1?"), sent_back(first), tool(made["id"], "[1]")], "1", [ADD])
     assert second.parent is first
     assert second.prompt_ids[: len(first.prompt_ids) + len(drawn)] == [*first.prompt_ids, *drawn]
-    suffix = tokenizer.decode(second.prompt_ids[len(first.prompt_ids) + len(drawn) :])
-    assert (
-        suffix
-        == {
-            "llama": "<|head|>ipython<|/head|>\n\n[1]<|im_end|><|head|>assistant<|/head|>\n\n",
-            "mistral": '[TOOL_RESULTS] {"content": [1]}[/TOOL_RESULTS]',
-        }[parser]
-    )
+    assert tokenizer.decode(second.prompt_ids[len(first.prompt_ids) + len(drawn) :]) == answer
     # Where it is rendered, as the question was changed, the ids of calls are such as the template takes.
     edited = asked.ask([user("2?"), sent_back(first), tool(made["id"], "[1]")], "1", [ADD])
     assert edited.parent is None and '"a": 1' in tokenizer.decode(edited.prompt_ids)

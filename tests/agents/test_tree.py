@@ -16,7 +16,6 @@ from grpo.agents import tree
 from grpo.agents.tree import Episode
 from grpo.wire.tool_outcomes import Outcome
 
-OTHER = ADD | {"function": ADD["function"] | {"name": "other"}}
 SYSTEM = {"role": "system", "content": "Add."}
 
 
@@ -26,12 +25,7 @@ def asked() -> Asked:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"content": "\n it is 15"},
-        {"reasoning_content": "what a client adds"},
-        {"name": "policy"},
-    ],
+    "changes", [{"content": "\n it is 15"}, {"reasoning_content": "what a client adds"}, {"name": "policy"}]
 )
 def test_messages_that_a_program_cannot_mean_otherwise_are_equal(asked, changes):
     first = asked.ask([SYSTEM, user("12 and 3?")], " it is 15 ")

@@ -301,28 +301,20 @@ def test_wrong_answers_are_not_rewarded():
 def forms_of(value: Fraction) -> list[str]:
     top, bottom, sign = abs(value.numerator), value.denominator, "-" if value < 0 else ""
     whole, rest = divmod(top, bottom)
-    forms = [
-        f"{sign}{top}/{bottom}",
-        rf"{sign}\frac{{{top}}}{{{bottom}}}",
-        rf"\frac{{{sign}{7 * top}}}{{{7 * bottom}}}",
-    ]
+    forms = [f"{sign}{top}/{bottom}", rf"{sign}\frac{{{top}}}{{{bottom}}}"]
+    forms += [rf"\frac{{{sign}{7 * top}}}{{{7 * bottom}}}"]
     if whole and rest:
         forms += [f"{sign}{whole} {rest}/{bottom}", f"{sign}{whole} {rest}/{bottom} km"]
     if 10**6 % bottom == 0:
-        forms += [
-            f"{float(value):.6f}",
-            f"{float(value):.6f} km",
-            f"{sign}{float(abs(value)):.7f}".replace("-", "−"),
-        ]
+        forms += [f"{float(value):.6f}", f"{float(value):.6f} km", f"{sign}{float(abs(value)):.7f}".replace("-", "−")]
     return forms
 
 
+VALUES = st.builds(Fraction, st.integers(-40, 40), st.sampled_from([1, 2, 3, 4, 5, 8, 12]))
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    st.tuples(st.integers(-40, 40), st.sampled_from([1, 2, 3, 4, 5, 8, 12])).map(lambda pair: Fraction(*pair)),
-    st.tuples(st.integers(-40, 40), st.sampled_from([1, 2, 3, 4, 5, 8, 12])).map(lambda pair: Fraction(*pair)),
-    st.data(),
-)
+@given(VALUES, VALUES, st.data())
 def test_rational_numbers_are_equal_however_they_are_written(value, other, data):
     text, gold = (data.draw(st.sampled_from(forms_of(number))) for number in (value, value))
     assert worth(text, gold) > 0.0
@@ -389,15 +381,8 @@ def test_golds_of_gsm8k_are_right_in_several_forms_and_the_next_number_is_not():
     for line in lines[::40]:
         gold = json.loads(line)["answer"].split("####")[1].strip()
         number = int(gold.replace(",", ""))
-        for form in (
-            r"\boxed {0}",
-            r"\fbox{{{0}}}",
-            "${0:,}",
-            "{0}.00",
-            "{0}个",
-            r"So it is \boxed{{{0}}} dollars.",
-            "x={0} km",
-        ):
+        bare, boxed = ["${0:,}", "{0}.00", "{0}个", "x={0} km"], [r"\boxed {0}", r"\fbox{{{0}}}"]
+        for form in (*bare, *boxed, r"So it is \boxed{{{0}}} dollars."):
             assert worth(form.format(number), gold) > 0.0
             assert worth(form.format(number + 1), gold) == 0.0
 
@@ -405,35 +390,22 @@ def test_golds_of_gsm8k_are_right_in_several_forms_and_the_next_number_is_not():
 # --- answers without tags
 
 
-@pytest.mark.parametrize(
-    "completion, gold",
-    [
-        *[
-            (r"So it is \boxed 5.", "5"),
-            (r"So it is $\boxed 5$", "5"),
-            (r"\fbox{5}", "5"),
-            (r"\boxed{4} \fbox{ 5 }", "5"),
-        ],
-        *[(r"\boxed \frac{1}{2}, so", r"\frac{1}{2}"), (r"\boxed 1,234.5 in all", "1234.5"), (r"\boxed -3", "-3")],
-        *[(r"\boxed 4, no: \boxed 5", "5"), (r"\fbox 5", "5"), (r"\boxed{5}", r"it is \boxed 5."), ("\\boxed\n5", "5")],
-    ],
-)
-def test_boxes_of_every_form_are_found(completion, gold):
-    assert correctness_reward(["?"], [completion], answer=[gold])[0] > 0.0
+BOXES = [
+    *[(r"So it is \boxed 5.", "5"), (r"So it is $\boxed 5$", "5"), (r"\fbox{5}", "5"), (r"\boxed{4} \fbox{ 5 }", "5")],
+    *[(r"\boxed \frac{1}{2}, so", r"\frac{1}{2}"), (r"\boxed 1,234.5 in all", "1234.5"), (r"\boxed -3", "-3")],
+    *[(r"\boxed 4, no: \boxed 5", "5"), (r"\fbox 5", "5"), (r"\boxed{5}", r"it is \boxed 5."), ("\\boxed\n5", "5")],
+]
+WRONG_BOXES = [
+    *[(r"\boxed 4", "5"), (r"\boxed5 or \boxed4", "5"), (r"\fbox{5} \boxed{4}", "5"), (r"\boxedfive 5", "5")],
+    (r"\boxed ", ""),
+]
 
 
-@pytest.mark.parametrize(
-    "completion, gold",
-    [
-        (r"\boxed 4", "5"),
-        (r"\boxed5 or \boxed4", "5"),
-        (r"\fbox{5} \boxed{4}", "5"),
-        (r"\boxedfive 5", "5"),
-        (r"\boxed ", ""),
-    ],
-)
-def test_other_boxes_are_wrong(completion, gold):
-    assert correctness_reward(["?"], [completion], answer=[gold]) == [0.0]
+def test_boxes_of_every_form_are_found():
+    for cases, is_right in ((BOXES, True), (WRONG_BOXES, False)):
+        for completion, gold in cases:
+            [reward] = correctness_reward(["?"], [completion], answer=[gold])
+            assert (reward > 0.0) == is_right, (completion, gold)
 
 
 LAST_NUMBERS = {

@@ -20,11 +20,12 @@ import pytest
 import torch
 from careless import unchanged
 from conftest import REPOSITORY, UNKNOWN_HINT
+from told import sampled
 
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import check_reward_columns
-from grpo.data.records import Example, Group, Outcome, Rollout, StepBatch, make_samples
+from grpo.data.records import Example, Group, Outcome, StepBatch, make_samples
 from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
 from grpo.rewards.functions import RECORDED, Logged
 from grpo.run.exit import exit_code
@@ -33,11 +34,6 @@ from grpo.wire.picture_files import PicturedPrompt
 from reward import correctness_reward, format_reward
 
 # --- finding the functions
-
-
-def test_functions_of_reward_py_load_in_the_order_of_their_names():
-    functions = load_reward_funcs(["format_reward", "correctness_reward"])
-    assert list(functions.items()) == [("format_reward", format_reward), ("correctness_reward", correctness_reward)]
 
 
 @pytest.fixture
@@ -69,11 +65,9 @@ def test_a_type_hint_may_name_what_only_a_type_checker_imports(tmp_path):
     )
     functions = load_reward_funcs([f"{path}:f(b)"])
     assert compute_rewards(functions, ["p"], ["a"], {"answer": ["2"]}).tolist() == [[2.0]]
-    config = TrainerConfig(dataset_name="rows.jsonl")
+    examples = [Example(index=0, prompt="x", prompt_ids=[1], columns={"problem": "x"})]
     with pytest.raises(ConfigError, match=r"reward_funcs='f': it asks for gold answers, and rows.jsonl has"):
-        check_reward_columns(
-            config, [Example(index=0, prompt="x", prompt_ids=[1], columns={"problem": "x"})], functions
-        )
+        check_reward_columns(TrainerConfig(dataset_name="rows.jsonl"), examples, functions)
 
 
 def test_words_in_brackets_are_a_functions_tags(user_file):
@@ -89,17 +83,14 @@ def test_words_in_brackets_are_a_functions_tags(user_file):
             pool.close()
     plain = load_reward_funcs(["format_reward"])
     assert compute_rewards(plain, ["?"] * 2, texts, columns).tolist() == [[0.4, 0.8]]
-    with pytest.raises(ConfigError, match=r"^reward_funcs='correctness_reward\(a, b\)': it has no argument `tags`"):
-        load_reward_funcs(["correctness_reward(a, b)"])
-    with pytest.raises(ConfigError, match=r"^reward_funcs='format_reward\(think,\)': name its tags between"):
-        load_reward_funcs(["format_reward(think,)"])
-    with pytest.raises(ConfigError, match=r"^reward_funcs='format_reward\(a, b, c\)': name its tags .*, as many as"):
-        load_reward_funcs(["format_reward(a, b, c)"])
     (user_file.parent / "copy (2)").mkdir()
     copied = shutil.copy(user_file, user_file.parent / "copy (2)")
     assert [*load_reward_funcs([f"{copied}:length"])] == ["length"]
-    with pytest.raises(ConfigError, match=r"^reward_funcs='.*mine.py:length\(\)': it has no argument `tags`"):
-        load_reward_funcs([f"{user_file}:length()"])
+    refused = dict.fromkeys(["correctness_reward(a, b)", f"{user_file}:length()"], "it has no argument `tags`")
+    refused |= dict.fromkeys(["format_reward(think,)", "format_reward(a, b, c)"], "name its tags .*, as many as")
+    for name, reason in refused.items():
+        with pytest.raises(ConfigError, match=f"^reward_funcs={re.escape(repr(name))}: {reason}"):
+            load_reward_funcs([name])
 
 
 @pytest.mark.parametrize("name", ["no_such_reward", "TAGS", "", "mine.py", "{}:missing", "{}:CONSTANT", "{}:"])
@@ -318,10 +309,8 @@ def test_the_arguments_are_those_of_what_is_called(function):
 
 def test_a_class_and_a_function_without_a_signature_are_refused_in_a_sentence(tmp_path):
     (tmp_path / "mine.py").write_text("f = max\nclass Judge:\n    def __call__(self, **kwargs): return [0.0]\n")
-    for name, reason in {
-        "f(a, b)": "it has no argument `tags`",
-        "Judge": "it is a class: make an object of it",
-    }.items():
+    reasons = {"f(a, b)": "it has no argument `tags`", "Judge": "it is a class: make an object of it"}
+    for name, reason in reasons.items():
         with pytest.raises(ConfigError, match=rf"^reward_funcs='.*mine.py:{re.escape(name)}': {reason}"):
             load_reward_funcs([f"{tmp_path}/mine.py:{name}"])
     with pytest.raises(RewardError, match="^Reward function 'f' cannot be called: max.* expected at least 1 argument"):
@@ -333,8 +322,6 @@ GIVEN = "prompts, completions, answer, trainer_state, log_extra, log_metric"
 ASKED = f"cannot be called: it asks for {{}}, and is given {GIVEN}: "
 ADAPT = "these are arguments of {}: call it from a function of three lines, as docs/rewards.md shows"
 COLUMN = "give the dataset a column of that name, or the argument a default"
-
-
 BY_PLACE = f"cannot be called: missing 1 required positional argument: 'completions': it is given {GIVEN}: argumen"
 UNEXPECTED = f"cannot be called: got an unexpected keyword argument 'prompts': it is given {GIVEN}: end with **kwargs"
 
@@ -511,21 +498,8 @@ def test_the_later_of_two_functions_has_the_column_and_a_metric_is_of_both():
 def test_a_column_of_the_record_is_not_replaced():
     prompt = PicturedPrompt([1], [b"a"])
     outcome = Outcome(finished=True, messages=[{"role": "assistant", "content": "a"}])
-    group = Group(
-        id=0,
-        example=Example(index=0, prompt="p", prompt_ids=prompt, columns={}, gold="4"),
-        rollouts=[
-            Rollout(
-                completion_ids=[2],
-                finished=True,
-                text="a",
-                sampling_logprobs=[0.0],
-                policy_version=0,
-                drawn=[True],
-                outcome=outcome,
-            )
-        ],
-    )
+    example = Example(index=0, prompt="p", prompt_ids=prompt, columns={}, gold="4")
+    group = Group(id=0, example=example, rollouts=[sampled([2], "a", sampling_logprobs=[0.0], outcome=outcome)])
     batch = StepBatch(
         groups=[group],
         by_function=torch.zeros(1, 1, 1),

@@ -55,12 +55,7 @@ def test_the_last_verdict_of_an_answer_is_scaled_to_the_reward(rubric, monkeypat
     assert metrics["judge/manners/unread"] == 0 and metrics["judge/manners/latency"] > 0
     path, key, body = server.asked[0]
     assert (path, key) == ("/v1/chat/completions", "Bearer s3cret")
-    assert {name: body[name] for name in ("model", "temperature", "max_tokens", "seed")} == {
-        "model": "m",
-        "temperature": 0.0,
-        "max_tokens": 50,
-        "seed": 0,
-    }
+    assert body == body | {"model": "m", "temperature": 0.0, "max_tokens": 50, "seed": 0}
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
     assert body["messages"][0]["content"].startswith("Judge manners.\n\nTexts between a line <data ...>")
 
@@ -137,11 +132,9 @@ def test_a_judge_that_stays_away_gives_none_and_never_0(rubric, caplog):
 
 def test_a_judge_that_was_never_there_ends_the_run(rubric, caplog):
     caplog.set_level(logging.INFO)
-    name = rubric("http://127.0.0.1:9/v1", deadline=5.5)
-    with pytest.raises(
-        RewardError, match=r"manners at http://127.0.0.1:9/v1: it has not answered once in 5.5 s: .*refused: start"
-    ):
-        rewards_of(name, ["three"], ["Q"])
+    url = "http://127.0.0.1:9/v1"
+    with pytest.raises(RewardError, match=rf"manners at {url}: it has not answered once in 5.5 s: .*refused: start"):
+        rewards_of(rubric(url, deadline=5.5), ["three"], ["Q"])
     assert "waiting for the judge manners: 0 of 1 answers so far; ConnectionError" in caplog.text
 
 
@@ -194,10 +187,8 @@ def test_a_slow_answer_is_asked_for_again(rubric):
 )
 def test_a_refusal_ends_the_run_in_one_line_without_the_key(rubric, said, monkeypatch, caplog):
     monkeypatch.setenv("JUDGE_API_KEY", "s3cret")
-    with (
-        judging(lambda body, number: said) as server,
-        pytest.raises(RewardError, match="the judge manners at .* refused a request") as refused,
-    ):
+    refusing = pytest.raises(RewardError, match="the judge manners at .* refused a request")
+    with judging(lambda body, number: said) as server, refusing as refused:
         rewards_of(rubric(server.url), ["three"], ["Q"])
     assert len(server.asked) == 1 and "s3cret" not in str(refused.value) + caplog.text
 
@@ -268,22 +259,14 @@ def test_a_plea_does_not_earn_the_reward_of_the_form():
     assert compute_rewards(function, ["Q"] * 4, texts, {})[0].tolist() == [1, 0, 0, 1]
 
 
-def test_a_file_that_is_no_rubric_is_refused(tmp_path):
-    path = tmp_path / "x.yaml"
-    for text, message in (
-        ("- a", "write fields and values"),
-        ("a: [", "cannot be read"),
-        ("model: m", "is missing: add it"),
-    ):
+def test_a_file_that_is_no_rubric_is_refused(rubric, tmp_path):
+    path, texts = tmp_path / "x.yaml", {"- a": "write fields and values", "a: [": "cannot be read"}
+    for text, message in (texts | {"model: m": "is missing: add it"}).items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             Judge(path)
     with pytest.raises(ConfigError, match="no such file: write a rubric"):
         TrainerConfig(reward_funcs=["judge:nothing.yaml"])
+    name = rubric("http://127.0.0.1:9", prompt="{gold} {completion}")
     with pytest.raises(RewardError, match=r"prompt has \{gold\}, and there are .*prompt, completion: correct it"):
-        path.write_text(
-            json.dumps(
-                {"base_url": "http://127.0.0.1:9", "model": "m", "prompt": "{gold} {completion}", "verdict": "(.)"}
-            )
-        )
-        rewards_of(f"judge:{path}", ["three"], ["Q"])
+        rewards_of(name, ["three"], ["Q"])

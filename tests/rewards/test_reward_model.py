@@ -15,6 +15,7 @@ from conftest import REPOSITORY, free_port, run_python, running_server
 from faulty_server import code_for, lower_limits
 from rounding import assert_rounded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from told import sampled
 from trainer_runs import lines, options
 from transformers import (
     AutoModelForSequenceClassification,
@@ -35,7 +36,6 @@ from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import make_example
-from grpo.data.records import Rollout
 from grpo.model.reward_model import load_reward_model, sequence_scores, try_template
 from grpo.rewards.compute import RewardModel, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.functions import TrainerState
@@ -162,12 +162,8 @@ def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
     reward_funcs = load_reward_funcs([str(folders["gpt2"])])
     assert list(reward_funcs) == ["gpt2"]
     config = TrainerConfig(reward_funcs=[str(folders["gpt2"])])
-    rollouts = [
-        Rollout(completion_ids=[1], finished=True, text=text, sampling_logprobs=[0.0], policy_version=0)
-        for text in ("one", "two")
-    ]
     rewards, _ = start_rewards(reward_funcs, config, CPU)
-    table = score_rollouts(rewards, [example] * 2, rollouts, TrainerState())
+    table = score_rollouts(rewards, [example] * 2, [sampled([1], text) for text in ("one", "two")], TrainerState())
     chats = [[{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": a}] for a in ("one", "two")]
     assert_rounded(table, [exact(folders["gpt2"], chats)])
 
@@ -274,13 +270,9 @@ def token_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def served(folders, tmp_path_factory):
-    limits = ["--max_queue_tokens=4000", "--max_length=100", "--max_batch_tokens=256"]
-    folder = tmp_path_factory.mktemp("rm")
-    environment = {"GRPO_REF_TOKEN": "s3cret"}
-    code = code_for(lower_limits, 64 << 20, 32)
-    with running_server(
-        folders["qwen2"], folder, "--task=reward", *limits, environment=environment, code=code
-    ) as server:
+    words = ["--task=reward", "--max_queue_tokens=4000", "--max_length=100", "--max_batch_tokens=256"]
+    settings = {"environment": {"GRPO_REF_TOKEN": "s3cret"}, "code": code_for(lower_limits, 64 << 20, 32)}
+    with running_server(folders["qwen2"], tmp_path_factory.mktemp("rm"), *words, **settings) as server:
         yield server
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -370,36 +371,14 @@ def test_they_wait_while_the_others_compute_in_the_main_thread():
     assert rewards({"computes": computes, "waits": waits}, ["x"]) == [[4], [3]]
 
 
-# --- as configured
-
-
-@pytest.fixture
-def started(functions):
-    """`started(name, ..., setting=...)`: the functions of these names as a run with these settings calls them."""
-    pools = []
-
-    def start(*names: str, **settings) -> dict:
-        config = TrainerConfig(reward_funcs=[f"{functions}:{name}" for name in names], **settings)
-        rewards, pool = start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
-        pools.append(pool)
-        return rewards
-
-    yield start
-    for pool in pools:
-        if pool is not None:
-            pool.close()
-
-
-def test_without_a_timeout_functions_stay_in_the_trainer(started):
-    assert rewards(started("pid"), ["x"]) == [[os.getpid()]]
-
-
-def test_with_a_timeout_both_kinds_have_deadlines(started, caplog):
-    both = started("length", "judged", reward_timeout=1)
-    assert rewards(both, ["a", "sleep", "never", "dddd"]) == [[1, 0, 5, 4], [1, 5, 0, 4]]
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 2
-    assert any("'length' gave no answer within 1 s on the completion 'sleep'" in line for line in errors)
-    assert any("'judged' gave no answer within 1 s on the completion 'never'" in line for line in errors)
-    with pytest.raises(RewardError, match=r"'judged' failed on the completion 'timeout': TimeoutError\('of its own'\)"):
-        rewards({"judged": both["judged"]}, ["a", "timeout"])
+def test_with_a_timeout_both_kinds_have_deadlines(functions, caplog):
+    config = TrainerConfig(reward_funcs=[f"{functions}:length", f"{functions}:judged"], reward_timeout=1)
+    both, pool = start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
+    raised = r"'judged' failed on the completion 'timeout': TimeoutError\('of its own'\)"
+    with closing(pool):
+        assert rewards(both, ["a", "sleep", "never", "dddd"]) == [[1, 0, 5, 4], [1, 5, 0, 4]]
+        with pytest.raises(RewardError, match=raised):
+            rewards({"judged": both["judged"]}, ["a", "timeout"])
+    errors = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
+    shown = "gave no answer within 1 s on the completion"
+    assert len(errors) == 2 and f"'judged' {shown} 'never'" in errors[0] and f"'length' {shown} 'sleep'" in errors[1]

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 from careless import draw, unchanged
+from requested import spelled
 from talks import Talks, answers_in, call, ids_of
 
 from grpo.config.trainer import TrainerConfig
@@ -61,7 +62,6 @@ def odd(kind: str):
             return x
         case "keys": return {(1, 2): 3}
         case "surrogate": return "a\ud800b"
-        case "long": return "x" * 10_000_000
         case "print": print("p" * 1_000_000)
 
 async def wait(seconds: float) -> str:
@@ -153,7 +153,7 @@ def test_whatever_a_tool_does_is_an_answer(talks, kind, answer):
 
 def test_sync_calls_of_all_completions_run_in_one_thread_one_at_a_time(talks):
     running = [talks.begin() for _ in range(8)]
-    ids = talks.tokenizer(call("add", a=1, b=1), add_special_tokens=False)["input_ids"] + [talks.tokenizer.eos_token_id]
+    ids = ids_of(talks.tokenizer, call("add", a=1, b=1))
     futures = [talk.dialogue.answer(ids, 1000) for _ in range(20) for talk in running]
     assert all("2\n</tool_response>" in talks.tokenizer.decode(future.result(60)) for future in futures)
     module = sys.modules[module_name(talks.file)]
@@ -162,9 +162,9 @@ def test_sync_calls_of_all_completions_run_in_one_thread_one_at_a_time(talks):
 
 def test_async_calls_of_completions_wait_together(talks):
     running = [talks.begin() for _ in range(20)]
-    ids = talks.tokenizer(call("wait", seconds=0.3), add_special_tokens=False)["input_ids"]
+    ids = ids_of(talks.tokenizer, call("wait", seconds=0.3))
     began = time.monotonic()
-    futures = [talk.dialogue.answer([*ids, talks.tokenizer.eos_token_id], 1000) for talk in running]
+    futures = [talk.dialogue.answer(ids, 1000) for talk in running]
     assert all(future.result(60) for future in futures)
     assert time.monotonic() - began < 20 * 0.3 / 2
 
@@ -328,14 +328,9 @@ def test_a_turn_that_calls_nothing_is_over_before_any_code_runs(talks):
 def test_ids_that_another_tokenisation_would_merge_stay_apart(talks):
     """The answer's ids follow those that were drawn: they do not depend on how these would be tokenised as text."""
     text = call("add", a=1, b=1)
-    pieces = [i for letter in text for i in talks.tokenizer(letter, add_special_tokens=False)["input_ids"]]
-    whole = talks.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(pieces) > len(whole) and talks.tokenizer.decode(pieces) == text
-    end = talks.tokenizer.eos_token_id
-    answers = []
-    for drawn in (pieces, whole):
-        talk = talks.begin()
-        answers.append(talk.dialogue.answer([*drawn, end], 1000).result(60))
+    pieces, whole = spelled(talks.tokenizer, text), ids_of(talks.tokenizer, text)
+    assert len(pieces) > len(whole) and talks.tokenizer.decode(pieces) == talks.tokenizer.decode(whole)
+    answers = [talks.begin().dialogue.answer(drawn, 1000).result(60) for drawn in (pieces, whole)]
     assert answers[0] == answers[1] and answers[0] is not None
 
 
@@ -344,8 +339,7 @@ def test_a_completion_may_be_closed_at_any_time_and_twice(talks):
     talk.dialogue.close()
     talk.dialogue.close()
     talk = talks.begin()
-    ids = talks.tokenizer(call("wait", seconds=0.3), add_special_tokens=False)["input_ids"]
-    future = talk.dialogue.answer([*ids, talks.tokenizer.eos_token_id], 1000)
+    future = talk.dialogue.answer(ids_of(talks.tokenizer, call("wait", seconds=0.3)), 1000)
     talk.dialogue.close()
     assert future.done()
 

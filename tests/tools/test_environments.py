@@ -13,7 +13,6 @@ from grpo.config.user_code import module_name
 
 GAME = '''
 import functools
-import itertools
 import numpy
 
 MADE, ALIVE, CLOSED, GIVEN = [], set(), [], []
@@ -292,8 +291,7 @@ def test_what_is_no_step_ends_the_run(begin, returned):
 
 
 @pytest.mark.parametrize(
-    "returned",
-    ["('x', 1, 0)", "[None, True, True]", "('x', 1.0, False)", "[None, numpy.bool_(True), numpy.True_]"],
+    "returned", ["('x', 1, 0)", "[None, True, True]", "('x', 1.0, False)", "[None, numpy.bool_(True), numpy.True_]"]
 )
 def test_what_means_a_step_is_one(begin, returned):
     talk = begin("Guess", {"number": 7})[0]

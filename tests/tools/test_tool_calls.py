@@ -116,12 +116,8 @@ QUOTED = call("add", note="a </think> b")
 @pytest.mark.parametrize(
     ("begun", "text", "calls"),
     [
-        *[
-            ("", QUOTED, 1),
-            ("", QUOTED * 2, 2),
-            ("", f"Quote it: {QUOTED}", 1),
-            ("", f"\n<think>so</think>{QUOTED}", 1),
-        ],
+        *[("", QUOTED, 1), ("", QUOTED * 2, 2), ("", f"Quote it: {QUOTED}", 1)],
+        ("", f"\n<think>so</think>{QUOTED}", 1),
         *[("", f"<think>{THOUGHT_OF}</think>no", 0), ("", f"<think>{THOUGHT_OF}</think>{QUOTED}", 1)],
         *[("<think>\n", f"{THOUGHT_OF}</think>no", 0), ("<think>\n", f"{THOUGHT_OF}</think>{QUOTED}", 1)],
         *[("<think>\n", f"so</think>{QUOTED}", 1), ("<think>\n\n</think>\n\n", QUOTED, 1)],
@@ -158,20 +154,10 @@ def test_another_end_than_a_response_template_has_is_no_text():
     end = tokenizer.convert_tokens_to_ids("<|begin|>")
     reader = TurnReader(tokenizer, [tokenizer.eos_token_id, end], [SCHEMA], "auto")
     before = ids_of(tokenizer, "<|im_start|>assistant\n", ends=False)
-    for text, content, reasoning in (
-        ("3", "3", ""),
-        ("<think>so<|im_start|></think>3", "3", "so"),
-        ("<think>so", "", "so"),
-    ):
+    cases = ("3", "3", ""), ("<think>so<|im_start|></think>3", "3", "so"), ("<think>so", "", "so")
+    for text, content, reasoning in cases:
         turn = reader.read([*ids_of(tokenizer, text, ends=False), end], before)
         assert (turn.content, turn.reasoning) == (content, reasoning)
-
-
-def test_a_format_can_be_named_and_must_be_where_none_is_found():
-    assert read(f"<tool_call>{ADD_JSON}</tool_call>", "gemma", "hermes").calls == [ADD]
-    for template in ("gemma", "<tool_call><function={{ name }}>", "<tool_call>{{ name }}<arg_key>"):
-        with pytest.raises(ConfigError, match="tool_call_parser='auto': .* hermes, llama3_json, mistral"):
-            read("x", template)
 
 
 # As newer ones of Mistral's; and one that writes arguments as Python does, which is no JSON.
@@ -182,11 +168,14 @@ NEWER_MISTRAL = _NEWER.replace("'[TOOL_CALLS] ['", "'[TOOL_CALLS]'").replace("']
 NO_JSON = TEMPLATES["qwen2"].replace("c.function.arguments | tojson", "c.function.arguments.items() | list")
 
 
-def test_a_format_that_would_not_read_the_templates_own_calls_is_not_found():
+def test_a_format_can_be_named_and_must_be_where_none_reads_the_templates_own_calls():
     refusing = TEMPLATES["mistral"].replace("c.id | length != 9", "true")
-    for template in (NEWER_MISTRAL, NO_JSON, refusing):
-        with pytest.raises(ConfigError, match="tool_call_parser='auto': .* writes calls in no known format"):
+    without = "gemma", "<tool_call><function={{ name }}>", "<tool_call>{{ name }}<arg_key>"
+    reason = "writes calls in no known format: set it to one of hermes, llama3_json, mistral"
+    for template in (*without, NEWER_MISTRAL, NO_JSON, refusing):
+        with pytest.raises(ConfigError, match=f"tool_call_parser='auto': .* {reason}"):
             read("x", template)
+    assert read(f"<tool_call>{ADD_JSON}</tool_call>", "gemma", "hermes").calls == [ADD]
     assert read(f"[TOOL_CALLS] [{ADD_JSON}]", NEWER_MISTRAL, "mistral").calls == [ADD]
     # Templates that take arguments as text, and messages in parts.
     for written in ("'' + c.function.arguments", "c.function.arguments", "c.function.arguments | string"):

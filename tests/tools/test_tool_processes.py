@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 from processes import wait_until_dead
-from talks import Talks, answers_in, call
+from talks import Talks, answers_in, call, ids_of
 
 from grpo.config.errors import RewardError
 
@@ -113,7 +113,7 @@ def talks(tmp_path):
 def test_a_bad_tool_costs_its_answer_and_no_other(talks, what, error):
     bad = talks(tool_timeout=1.0 if error.endswith("within 1 s") else 20.0, tools=["do"])
     talk, other = bad.begin(), bad.begin()
-    ids = bad.tokenizer(call("do", what="fine"), add_special_tokens=False)["input_ids"] + [bad.tokenizer.eos_token_id]
+    ids = ids_of(bad.tokenizer, call("do", what="fine"))
     assert answers_in(talk.say(call("do", what="fine")))  # a process has started
     pending = other.dialogue.answer(ids, 1000)
     answers = answers_in(talk.say(call("do", what="a") + call("do", what=what) + call("do", what="b")))
@@ -260,7 +260,7 @@ def test_a_file_that_takes_too_long_to_load_is_said_to_and_not_to_have_died(tmp_
 def test_an_answer_that_is_given_up_does_not_reach_the_next_completion(talks):
     games = talks(environment="Game")
     talk = games.begin()
-    ids = games.tokenizer("go", add_special_tokens=False)["input_ids"] + [games.tokenizer.eos_token_id]
+    ids = ids_of(games.tokenizer, "go")
     for _ in range(3):
         talk.dialogue.answer(ids, 1000).cancel()
     talk.dialogue.close()

@@ -46,7 +46,7 @@ def open_environment(name):
 
 
 def print_tasks(environment):
-    """Print what the run's dataset has of each task."""
+    """Print each task as a row of the run's dataset."""
     taskset = environment.taskset
     for task in taskset if taskset.bounded else itertools.islice(taskset, _MOST_TASKS):
         data = task.data.model_dump_json(exclude_none=True)
@@ -54,7 +54,7 @@ def print_tasks(environment):
 
 
 async def solve(row, client):
-    """Play an episode of a row's task; return its reward, that of the agent's trace, and what it is made of.
+    """Play an episode of a row's task; return its reward, that of the agent's trace, and its parts.
 
     Raises RuntimeError with what verifiers noted where the episode failed."""
     taskset = ENVIRONMENT.taskset
