@@ -77,8 +77,7 @@ def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
 
 
 def normalize_then_sum(by_function: Tensor, weights: Tensor, settings: LossSection) -> Tensor:
-    """Normalise each function's rewards within the group, add them up by weight, normalise the sums over the batch.
-    GDPO, arXiv:2601.05242."""
+    """Normalise each function's rewards in the group, their weighted sum over the batch: GDPO, arXiv:2601.05242."""
     no_reward = by_function.isnan().all(dim=0)
     signal = has_signal(by_function[weights != 0], settings.reward_tolerance).any(dim=0)
     normalised = torch.stack([group_advantages(rewards, "group", settings.reward_tolerance) for rewards in by_function])
@@ -90,8 +89,7 @@ def normalize_then_sum(by_function: Tensor, weights: Tensor, settings: LossSecti
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", tolerance: float = 0.0) -> Tensor:
     """Return (reward - group mean) / scale. Both [groups, num_generations], of all ranks. The scale is the std (ddof 1)
     of the group (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2) or the batch + 1e-4, or 1 (Dr.
-    GRPO, Liu et al. 2025, arXiv:2503.20783). NaN gets 0, as do all completions of a group whose rewards differ by no
-    more than `tolerance`."""
+    GRPO, Liu et al. 2025, arXiv:2503.20783). NaN gets 0, as do groups whose rewards differ by at most `tolerance`."""
     scale: Tensor | float = 1.0
     if scale_rewards != "none":
         scale = (std(rewards).unsqueeze(1) if scale_rewards == "group" else std(rewards.flatten())) + 1e-4
@@ -211,8 +209,7 @@ def soft_overlong_punishment(lengths: Tensor, max_completion_length: int, soft_p
 
 @functools.cache  # reward functions may change the directory that a path begins in
 def find_estimator(name: str) -> Estimator:
-    """Return a built-in estimator, or the user's function with a check around it. Raises ConfigError where there is no
-    such file or function, or the file cannot be imported."""
+    """Return a built-in estimator, or the user's function with a check around it. Raises ConfigError."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     function = load_function("advantage_estimator", name)

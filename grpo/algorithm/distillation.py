@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-# Sums of probabilities in float32 are that exact: what is left for the other tokens is at least this.
+# Sums of probabilities in float32 are that exact: the other tokens have at least this.
 _LEAST_REST = 1e-7
 
 
@@ -35,7 +35,7 @@ def _kl(of: Tensor, to: Tensor) -> Tensor:
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """Add the log of what is left of the probability: [T, k] -> float64 [T, k + 1]."""
+    """Add the log of the rest of the probability: [T, k] -> float64 [T, k + 1]."""
     logprobs = logprobs.double()
     rest = (1 - logprobs.exp().sum(dim=1, keepdim=True)).clamp(min=_LEAST_REST).log()
     return torch.cat([logprobs, rest], dim=1)

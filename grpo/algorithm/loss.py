@@ -127,7 +127,7 @@ def _with_teacher(
 
 
 def _from_teacher(tokens: Tokens, settings: LossSection) -> torch.Tensor:
-    """Return the policy's divergence from the teacher, [T]: NaN, without a gradient, where there is no teacher."""
+    """Return the policy's divergence from the teacher, [T]: without a teacher NaN, and no gradient."""
     known = ~tokens.teacher_logprobs.isnan()
     own = tokens.policy_top.detach()  # instead of NaN, which would reach the gradient
     distance = divergence(

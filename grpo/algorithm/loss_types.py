@@ -5,7 +5,7 @@ A loss type is a policy term for each token, and a weight for each token, by whi
 
     policy    [T] policy term of each token, with gradient
     weights   [T] weight of each token in the step's loss, without gradient
-    metrics   values by name, [T] or [S]; the metric is their mean, or what the name says after a colon: "ratio:max"
+    metrics   values by name, [T] or [S]; the metric is their mean, or as after a colon in the name: "ratio:max"
 
 loss.py adds masks, the sampler's correction, KL and entropy bonus. The loss of a step is the sum over its tokens of
 (policy + beta x KL) x weights, and so must be the sum over any cut of the step: weights divide by the size of the whole
@@ -71,7 +71,7 @@ class Tokens(_OfSequences):
     sampling_logprobs: torch.Tensor | None = None  # [T] the sampler's log-probs, NaN if unknown; None if unused
     high_entropy: torch.Tensor | None = None  # bool [T] tokens in the policy term; None: all
     teacher_logprobs: torch.Tensor | None = None
-    """[T] log-probs of a teacher, NaN where a prompt's source has none; None without teachers"""
+    """[T] log-probs of a teacher, NaN if a prompt's source has none; None without teachers"""
     teacher_top: torch.Tensor | None = None  # [T, k] a teacher's log-probs of its likeliest tokens, NaN as above
     policy_top: torch.Tensor | None = None  # [T, k] the policy's log-probs of these, with gradient
 
@@ -104,8 +104,7 @@ class LossInputs(_OfSequences):
     """[T] correction for another sampler (importance_sampling_mode), by which the policy term is multiplied later"""
     lengths: torch.Tensor  # int64 [S] tokens of each sequence, may be 0
     completion_lengths: torch.Tensor
-    """int64 [S] tokens over which a sequence's mean is taken: `lengths`, but with branch_weighting tokens those of all
-    branches of its episode"""
+    """int64 [S] tokens of a sequence's mean: `lengths`, with branch_weighting tokens those of its episode's branches"""
     step: StepSize
     max_completion_length: int
 
@@ -166,8 +165,7 @@ def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tenso
 
 
 def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSection) -> torch.Tensor:
-    """Keep one value for each probability ratio: all of [T], or [S] of the first tokens if ratios are of sequences, NaN
-    without one."""
+    """Keep one value for each ratio: all of [T], or if ratios are of sequences [S] of first tokens, NaN without one."""
     if settings.importance_sampling_level == "token":
         return values
     padded = nn.functional.pad(values.float(), (0, 1), value=torch.nan)
@@ -175,8 +173,7 @@ def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSectio
 
 
 def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:
-    """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens. An empty
-    completion adds 0, and counts as a sequence."""
+    """Return the weights, float32 [T], of a mean over sequences, empty ones too, of the mean over their tokens."""
     shares = 1.0 / (inputs.completion_lengths.clamp(min=1) * max(inputs.step.sequences, 1))
     return inputs.to_tokens(shares.float())
 

@@ -133,8 +133,7 @@ def _without_part(split: str) -> str:
 
 
 def is_one_split(name: str) -> bool:
-    """Tell whether a dataset is a single file, the folder of a saved Dataset, or the tasks of an environment: they have
-    no splits."""
+    """Tell whether a dataset has no splits: it is a file, a saved Dataset's folder, or the tasks of an environment."""
     path = Path(name).expanduser()
     return is_adapted(name) or path.is_file() or _is_saved(path)
 

@@ -28,8 +28,7 @@ _TEMPLATES_BEGIN = re.compile(
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
-    """Return a row's value by a column's name or, dotted, by the name of a field of a column that has dicts; None if
-    there is none."""
+    """Return a row's value by a column's name or, dotted, by that of a field of a column of dicts; None without it."""
     if name in row:
         return row[name]
     column, dot, field = name.partition(".")
@@ -133,7 +132,7 @@ def _check_values(config: AnsweringConfig, answer: Any, prompt: Any, place: str)
 
 
 def doubt_prompts(config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> str:
-    """Return what the first prompts surely should not be, with the remedy; "" if they seem right."""
+    """Return a sure fault of the first prompts, with the remedy; "" if they seem right."""
     first, some = examples[0], examples[:8]
     text = "\n".join(message["content"] for message in first.messages if message["role"] == "user").strip()
     if first.conversation is None and text.startswith(("[", "{")) and _MESSAGES_AS_TEXT.search(text):

@@ -46,7 +46,7 @@ def load_examples(
     turns: Responder | None = None,
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0: of each dataset of a mixture, whose
-    examples then have the columns of all, None where a dataset has none, and `source`, its label. Rows without a prompt
+    examples then have the columns of all, None if their own lacks one, and `source`, its label. Rows without a prompt
     (null, or neither text nor picture), without a gold answer if there is a column of them, with too long a prompt or
     with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be loaded, lacks a column
     or keeps no example, and what make_example raises."""
@@ -173,14 +173,14 @@ def _log_examples(config: AnsweringConfig, split: str, examples: list[Example], 
 def check_reward_columns(
     config: AnsweringConfig, examples: Sequence[Example], rewards: Mapping[str, Callable | str]
 ) -> None:
-    """Raise ConfigError if a reward function cannot be given the columns, or there are no gold answers, and one of
-    `rewards` (load_reward_funcs) asks for them."""
+    """Raise ConfigError if a reward function cannot be given the columns, or asks for gold answers that are missing."""
     # Training and held-out data may differ: those of an example without an answer come first.
     columns = min((example.columns for example in examples), key=lambda columns: "answer" in columns)
     reason = f"it asks for gold answers, and {config.dataset_name} has the columns {', '.join(dotted_names(columns))}"
     remedy = "name the one that holds them as dataset_answer_column, or leave this function out"
     for name, reward in rewards.items():
-        asks = _asks_for_gold(reward)
+        argument = parameters_of(reward).get("answer")  # a reward model or server has none
+        asks = argument is not None and argument.default is argument.empty
         require("answer" in columns or not asks, "reward_funcs", name, f"{reason}: {remedy}")
         gold, is_ours = field_of(columns, config.dataset_answer_column), getattr(reward, "__module__", "") == "reward"
         if asks and is_ours and isinstance(gold, dict):  # the user's functions may read dicts
@@ -192,8 +192,7 @@ def check_reward_columns(
 
 
 def order_of(config: TrainerConfig, examples: Sequence[Example]) -> np.ndarray | None:
-    """Return the examples' places in dataset_order, int64; None for shuffled. Raises ConfigError if a column has
-    values that are no numbers."""
+    """Return the examples' places in dataset_order, int64; None for shuffled. Refuses a column without numbers."""
     if config.dataset_order == "shuffled":
         return None
     if config.dataset_order == "as_is":
@@ -364,12 +363,6 @@ def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]
             yield from pool.map(function, batch)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C a call may hang until its process is killed
-
-
-def _asks_for_gold(reward: Callable | str) -> bool:
-    """Tell whether a reward is a function that cannot be called without `answer`."""
-    answer = parameters_of(reward).get("answer")  # a reward model or server has none
-    return answer is not None and answer.default is answer.empty
 
 
 def _check_columns(config: AnsweringConfig, rows) -> bool:

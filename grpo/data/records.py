@@ -34,20 +34,17 @@ class Rollout:
     """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
 
     completion_ids: list[int]
-    """the tokens that the sampler drew, its eos included, and between them those of answers; of an agent's episode all
-    that were drawn, and no others"""
+    """the drawn tokens, an eos included, and between them those of answers; of an agent's episode the drawn alone"""
     finished: bool  # False if it was cut at max_completion_length, before an eos; with answers the outcome's
     text: str  # the drawn text without special tokens; segments are joined by line ends
     sampling_logprobs: list[float]
-    """the log-prob of each id in the distribution that it was drawn from; NaN if the sampler does not know it, and
-    at the tokens of answers"""
+    """each id's log-prob in the distribution that it was drawn from; NaN if the sampler knows none, and in answers"""
     policy_version: int
     """the number of updates of the policy that drew the first token; in_flight_weight_updates may draw others later"""
     drawn: list[bool] | None = None  # True for each id that was drawn and is trained on, not an answer's; None: all are
     outcome: Outcome | None = None  # how a completion with tools or an environment ended; None without them
     branches: list[Branch] | None = None
-    """the sequences of an agent's episode that are trained on, perhaps none; None: the completion, after its example's
-    prompt, is the one sequence"""
+    """the sequences of an agent's episode that are trained on, perhaps none; None: the prompt with the completion"""
     tree: list[dict[str, Any]] | None = None
     """each segment of an agent's episode, for people: its turn, from 0; the turn that it comes `after`, or why it
     `begins` a branch; its tokens and those before it; whether the program saw it; seconds since the episode began"""
@@ -106,7 +103,7 @@ class Sample:
     advantage: float = 0.0
     ref_logprobs: np.ndarray | None = None  # the reference's float32 [T]; None before its answer, or without a KL
     teacher: np.ndarray | None = None
-    """what the teacher says of each token, rows of LogprobsAnswer.table: float32 [T], or [T, 1 + 2k] with its k
+    """the teacher's answer for each token, rows of LogprobsAnswer.table: float32 [T], or [T, 1 + 2k] with its k
     likeliest tokens; None before its answer, or without teachers"""
     sampling_logprobs: np.ndarray | None = None  # float32 [T], NaN where unknown
     old_logprobs: np.ndarray | None = None
@@ -191,9 +188,8 @@ class StepBatch:
         )
 
     def to_lines(self, functions: Sequence[str] = (), count: int | None = None) -> list[dict[str, Any]]:
-        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with what
-        these reward functions give it; pictures are bytes, for grpo/run/run_folder.py. The advantage of a completion
-        without a sample is None."""
+        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all, with these
+        reward functions' values; pictures are bytes. The advantage of a completion without a sample is None."""
         by_sample = {(sample.group_id, sample.place): sample.advantage for sample in self.samples}
         advantages = [
             {column: by_sample.get((group.id, place)) for place, column in enumerate(group.trained)}

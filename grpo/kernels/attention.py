@@ -3,7 +3,7 @@
 A row's token attends to its prompt, in one product with all rows of that prompt, and to the row's own tokens. Prompts
 and rows are cut into parts, each a program with a softmax of its own; the parts are joined by their logsumexp
 (Hydragen, Juravsky et al. 2024, arXiv:2402.05099, section 3; Flash-Decoding). A cell of the cache that no row sees is
-not read: what is in it does not matter.
+not read: its content does not matter.
 """
 
 from typing import NamedTuple
@@ -122,7 +122,7 @@ def _rotate_and_keep(
 
 
 def attend(cache: SharedCache, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-    """Attend to what the cache keeps: queries [rows, heads, size] -> [rows, heads x size]."""
+    """Attend to the cache's keys and values: queries [rows, heads, size] -> [rows, heads x size]."""
     rows, heads, size = query.shape
     kept, now = cache.of_layer(layer), cache.now
     slots, copies = now.rows_of.shape
@@ -194,9 +194,8 @@ def _attend_to_part(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Let the queries of the heads [Q] that are valid attend to the tokens from `start` to before `end`, of which each
-    sees those from `first` to before `length`, both [Q]. Returns the mean of their values, float32 [Q, WIDTH], and the
-    logsumexp of their scores, [Q]."""
+    """Let the valid queries of the heads [Q] attend to the tokens from `start` to before `end`; each sees those from
+    `first` to before `length`, both [Q]. Returns the mean value, float32 [Q, WIDTH], and the scores' logsumexp, [Q]."""
     column = tl.arange(0, WIDTH)
     inside = column < SIZE
     states = tl.load(query + head[:, None] * SIZE + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)

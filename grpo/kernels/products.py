@@ -97,17 +97,7 @@ def project(states: Tensor, query: nn.Linear, key: nn.Linear, value: nn.Linear) 
 
 
 @triton.jit
-def _product(
-    states,
-    weight,
-    row,
-    column,
-    rows,
-    columns,
-    size,
-    INNER: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _product(states, weight, row, column, rows, columns, size, INNER: tl.constexpr, PRECISION: tl.constexpr):
     """Multiply the states of the rows [ROWS] by the weights of the columns [COLUMNS]: float32 [ROWS, COLUMNS]."""
     inner = tl.arange(0, INNER)
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)

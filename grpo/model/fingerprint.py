@@ -64,9 +64,8 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, str]]
 
 
 def fingerprint_with(model: PreTrainedModel, inputs: str, weights: WeightsFile, digest: str) -> str:
-    """Return the fingerprint that `describe` would give `model` with these weights. `digest` is what its config then
-    has as `weights_sha256`, for weights that differ by less than the samples show; `inputs` its ModelInfo's
-    `inputs_fingerprint`."""
+    """Return the fingerprint that `describe` would give `model` with these weights. `digest`: its config's
+    `weights_sha256` then, for differences that no sample shows; `inputs`: its ModelInfo's `inputs_fingerprint`."""
     samples = (weights.read(name, sample(shape_of(values).numel())) for name, values in model.named_parameters())
     return _fingerprint(model, inputs, samples, digest)
 

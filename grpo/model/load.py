@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # transformers' bars, such as "Loading weights", vanish when they are full, and show on a terminal alone.
 transformers_logging.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{"leave": False, "disable": None, **kwargs}))
 # tqdm's own lock is for several processes too. From Python 3.14 on only the interpreter's own end removes
-# it: after `end_now`, or where a rank is stopped, the output would close with a warning of what leaked.
+# it: after `end_now`, or when a rank is stopped, the output would close with a warning of what leaked.
 tqdm.set_lock(threading.RLock())
 
 _DAY = datetime(2024, 7, 26)  # Llama 3's own where the date is unknown

@@ -306,7 +306,7 @@ class Likeliest:
         self._so_far = values, ids
 
     def end_rows(self, normaliser: Tensor) -> None:
-        """Keep what the rows have, by the log of the sum of their exponentials, and begin with the next rows."""
+        """Keep the rows' log-probs, by the log of the sum of all exponentials, and begin with the next rows."""
         values, ids = self._so_far
         self._found.append((values - normaliser.unsqueeze(1), ids))
         self._so_far = None
@@ -319,8 +319,7 @@ class Likeliest:
 
 class _Logprobs(torch.autograd.Function):
     """Log-probs of the targets, float32 shaped as these, [T] or [T, n], and entropies [T] or None, from hidden states
-    [T, hidden size]. One node of the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that
-    fires each time."""
+    [T, hidden size]. One node of the graph, so that the weight's gradient comes once: ZeRO reduces it each time."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool, likeliest: Likeliest | None = None):
@@ -417,8 +416,7 @@ def _places(targets: Tensor, block: slice, logits: Tensor) -> tuple[Tensor, Tens
 
 
 def _few_on_cpu(rows: Tensor) -> bool:
-    # Not in float32, where the weight is read in place: the last bits would follow from its address, and a resumed run
-    # would have others.
+    # Not in float32, where the weight is read in place: a resumed run would have other last bits, by its address.
     return rows.device.type == "cpu" and len(rows) < FEW_ROWS and rows.dtype != torch.float32
 
 

@@ -282,18 +282,14 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
         plain = type(model)(settings)
     weights = model.state_dict() | base_weights(model)
     for name, layer in _lora_layers(model).items():
-        weights[f"{name}.weight"] = _merged_weight(layer).cpu()
+        # Not layer.merge: it would pack the sum into 4 bits again, and has to be undone.
+        base, variant = unpacked(layer.get_base_layer().weight), layer.lora_variant.get(NAME)
+        weight = base + layer.get_delta_weight(NAME) if variant is None else variant.merge_safe(layer, NAME, base)
+        weights[f"{name}.weight"] = weight.cpu()
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
     return plain
-
-
-def _merged_weight(layer: LoraLayer) -> Tensor:
-    """Return the weight of a plain layer that computes the same. The layer itself stays as it is."""
-    # Not layer.merge: it would pack the sum into 4 bits again, and has to be undone.
-    plain, variant = unpacked(layer.get_base_layer().weight), layer.lora_variant.get(NAME)
-    return plain + layer.get_delta_weight(NAME) if variant is None else variant.merge_safe(layer, NAME, plain)
 
 
 # Weights in 4 or 8 bits, by bitsandbytes.

@@ -78,7 +78,7 @@ class Memory:
     standing: Terms  # the tensors that always exist
     phases: dict[str, Terms]  # the tensors that each phase adds at its highest point
     device_type: str
-    host: Terms = field(default_factory=dict)  # in the machine's memory, what is offloaded from a GPU
+    host: Terms = field(default_factory=dict)  # offloaded from a GPU to the machine's memory
 
     @property
     def highest(self) -> str:

@@ -110,9 +110,8 @@ class Batcher:
     ranks: RowRanks | None = None  # those that share each packed row; None if each has rows of its own
 
     def cut(self, sequences: Sequences, budget: int) -> list[list[int]]:
-        """Cut sequences into batches of at most `budget` tokens on each rank, padding too, and return the indices of
-        each batch. The completions of a prompt stay together if they fit. A sequence longer than the budget is a batch
-        by itself."""
+        """Cut sequences into batches of at most `budget` tokens on each rank, padding too, and return each one's
+        indices. A prompt's completions stay together if they fit. A sequence beyond the budget is a batch by itself."""
         if self.ranks is not None:
             budget *= self.ranks.size
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
@@ -182,7 +181,7 @@ class _Layout(NamedTuple):
     position_ids: np.ndarray | None
     tree: Tree | None
     places: list[np.ndarray]  # of each sequence, what predicts its completion, in the flattened ids
-    prompts: list[tuple[Ids, int]]  # each with where it begins in the flattened ids
+    prompts: list[tuple[Ids, int]]  # each with its first place in the flattened ids
 
 
 def _packed(sequences: Sequences, groups: list[list[int]], vision: Vision | None) -> _Layout:

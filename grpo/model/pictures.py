@@ -52,9 +52,8 @@ def takes_pictures(settings: PretrainedConfig) -> bool:
 def load_processor(
     config: SharedConfig, settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PictureProcessor | None:
-    """Load the processor that comes with a model; None for a model without one, which takes text alone. A tokenizer
-    without a chat template gets the processor's. Raises ConfigError, also if nothing follows `min_pixels` or
-    `max_pixels`."""
+    """Load the processor that comes with a model; None for a model that takes text alone. A tokenizer without a chat
+    template gets the processor's. Raises ConfigError, also if nothing follows `min_pixels` or `max_pixels`."""
     name = base_of(config.model_name_or_path) or config.model_name_or_path
     limits = {limit: value for limit in ("min_pixels", "max_pixels") if (value := getattr(config, limit)) is not None}
     if not takes_pictures(settings) or find_file(name, "preprocessor_config.json", "processor_config.json") is None:
@@ -198,8 +197,7 @@ class Vision:
 
     @cached_property
     def filler(self) -> PicturedPrompt | None:
-        """Return a prompt of one small picture, if the vision tower is trained or sharded; else None. To be asked for
-        once DeepSpeed has the model."""
+        """Return a small picture's prompt if the tower is trained or sharded; else None. Ask once DeepSpeed has it."""
         is_trained = any(parameter.requires_grad for parameter in vision_parameters(self._model))
         if not (is_trained or is_sharded(self._model)):
             return None

@@ -52,8 +52,7 @@ def copy_whole(weights: Mapping[str, Tensor], copies: dict[str, Tensor] | None =
 
 
 def weights_to_save(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return what `save_pretrained` is to write of a sharded model, as copy_whole does; None of another model, which
-    can be saved as it is."""
+    """Return a sharded model's weights for `save_pretrained`, as copy_whole does; None of a model that is whole."""
     if not is_sharded(model):
         return None
     has_adapter = hasattr(model, "peft_config")

@@ -68,9 +68,8 @@ class SharedCache:
         self._longest_completion = longest_completion
         self.prompt_room = longest_prompt  # tokens of each prompt that there is room for
         self.room = 0  # and of each row
-        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
-        """keys and values of each layer, [slots x kv heads, tokens, d]"""
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of each layer, [rows x kv heads, tokens, d]
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, shaped as in Kept
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
         self.fed: list[Fed] = []
         """to be set before a pass that feeds tokens of several rows, one after the other: these tokens"""
 
@@ -127,7 +126,7 @@ class SharedCache:
         self._masks: dict[int | None, Tensor] = {}  # by window
 
     def of_layer(self, layer: int) -> Kept:
-        """Return what is kept of a layer, in place."""
+        """Return a layer's keys and values, in place."""
         return Kept(*self._prompts[layer], *self._own[layer])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -36,8 +36,7 @@ class RowRanks:
         return cls(group=groups[number], size=size, rank=rank)
 
     def gather(self, values: list) -> tuple[list, slice]:
-        """Return the values of all these ranks, in their order, and which are this one's: those are the same objects.
-        All of them call it together."""
+        """Return the values of all these ranks, in order, and the place of this one's own objects. All call it."""
         parts: list[list] = [[]] * self.size
         dist.all_gather_object(parts, values, group=self.group)
         parts[self.rank] = values
@@ -51,7 +50,7 @@ class RowParts:
 
     ranks: RowRanks
     counts: list[int]  # how many completion tokens each rank predicts, T in all
-    places: Tensor  # int64 [T], where a token's result is in those of the ranks, one after the other
+    places: Tensor  # int64 [T], the place of a token's result in those of the ranks, one after the other
 
     def attend(self, packed: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Tensor:
         """Attend over the whole row with this rank's heads. Shapes as in grpo/model/tree_attention.py, of the part."""
@@ -66,8 +65,7 @@ class RowParts:
         return values[self.places.argsort()[begin : begin + self.counts[self.ranks.rank]]]
 
     def join(self, values: Tensor | None) -> Tensor | None:
-        """Return all tokens' values, [T, ...], of this rank's, on every rank. The gradient goes back through these
-        alone."""
+        """Return all tokens' values, [T, ...], of each rank's own. The gradient goes back through this one's alone."""
         return None if values is None else _Join.apply(values, self.counts, self.ranks)[self.places]
 
 

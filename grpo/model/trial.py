@@ -161,20 +161,16 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PicturePr
     trusted. With the model's `processor` the batches take prompts with pictures too."""
     vision = Vision(processor, model) if processor is not None else None
     with small_windows(model):
-        return _choose_batcher(model, pad_token_id, vision)
-
-
-def _choose_batcher(model: PreTrainedModel, pad_token_id: int, vision: Vision | None) -> Batcher:
-    padded, name, reason = check_padded(model, pad_token_id, vision), type(model).__name__, never_packed(model)
-    variants = [] if reason else variants_for(model)
-    for variant in variants:
-        switch_on(model, variant)
-        if (reason := packed_differs(model, padded, vision)) is None:
-            log.info("log-probs in packed batches, each prompt once (%s)", variant)
-            return Batcher(pad_token_id, packs=True, vision=vision)
-        switch_off(model)
-        if variant != variants[-1]:
-            log.warning("attention over packed batches goes a slower way than %s: %s %s", variant, name, reason)
+        padded, name, reason = check_padded(model, pad_token_id, vision), type(model).__name__, never_packed(model)
+        variants = [] if reason else variants_for(model)
+        for variant in variants:
+            switch_on(model, variant)
+            if (reason := packed_differs(model, padded, vision)) is None:
+                log.info("log-probs in packed batches, each prompt once (%s)", variant)
+                return Batcher(pad_token_id, packs=True, vision=vision)
+            switch_off(model)
+            if variant != variants[-1]:
+                log.warning("attention over packed batches goes a slower way than %s: %s %s", variant, name, reason)
     level = logging.WARNING if variants and model.device.type != "cpu" else logging.INFO
     log.log(level, "log-probs in padded batches, which compute each completion's prompt again: %s %s", name, reason)
     return Batcher(pad_token_id, packs=False, vision=vision)
@@ -194,8 +190,7 @@ def check_shares(config: PreTrainedConfig, ranks: int) -> None:
 
 @torch.no_grad()
 def share_rows(batcher: Batcher, model: PreTrainedModel, size: int) -> Batcher:
-    """Return a batcher whose rows `size` ranks share. Raises ConfigError if the model does not allow it. All ranks call
-    it together."""
+    """Return a batcher whose rows `size` ranks share; all call it together. Refuses a model that does not allow it."""
     if size == 1:
         return batcher
     setting, name = ("sequence_parallel_size", size), type(model).__name__

@@ -180,9 +180,8 @@ class Rows:
         numbers: list[np.ndarray] | None,
         scales: list[float] | None = None,
     ) -> None:
-        """Draw the first token of completions in these rows, which were free. `hidden`: the last hidden state of each
-        one's prompt. `numbers`: its random numbers, float64 [up to longest], as many of each. `scales`: of its
-        logits."""
+        """Draw the first token of completions in these rows, which were free. `hidden`: each prompt's last hidden
+        state. `numbers`: its random numbers, float64 [up to longest], as many of each. `scales`: of its logits."""
         self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
         if numbers is not None:
             slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
@@ -207,8 +206,7 @@ class Rows:
         scales: list[float] | None = None,
     ) -> None:
         """Let an answer follow the tokens of each of these rows, and draw the token after it. `numbers`: the random
-        numbers of the tokens after the answer, float64 [any]; without them those of the row's begin continue.
-        `scales`: of the logits after it."""
+        numbers from there on, float64 [any]; without them those of the row's begin continue. `scales`: of logits."""
         rows, lengths = [*answers], [1 + len(answer) for answer in answers.values()]  # a row's last token was not fed
         self._make_room((self.state[PLACE, rows] + lengths).max())
         hidden: list[Tensor] = []

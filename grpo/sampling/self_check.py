@@ -108,8 +108,7 @@ def make_sampler(
     """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
     steps are the kernels of grpo/kernels and CUDA graphs, if wanted, and if the trial shows that the model allows it.
     `packs` is the batcher's; False asks for generate. `continuous`: the kind that keeps its rows full; of another kind
-    than ContinuousSampler it must be one. Raises ConfigError if even generate would draw from another distribution than
-    is scored."""
+    than ContinuousSampler it must be one. Raises ConfigError if even generate would draw from another distribution."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"

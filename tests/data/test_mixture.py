@@ -45,19 +45,15 @@ def test_rows_of_all_have_the_columns_of_all_and_their_source(folder, tokenizer)
     first, last = examples[0], examples[-1]
     assert [example.index for example in examples] == [*range(25)]
     assert [example.source for example in examples] == ["sums"] * 20 + ["poems"] * 5
-    assert first.columns == {
-        **{"question": "What is 0 plus 3?", "answer": "3", "level": 20, "wish": None, "lines": None, "source": "sums"}
-    }
+    names = ["question", "answer", "level", "wish", "lines", "source"]
+    assert first.columns == dict(zip(names, ["What is 0 plus 3?", "3", 20, None, None, "sums"], strict=True))
     # A column of the dataset's own stays.
-    assert last.columns == {
-        **{"question": None, "answer": None, "level": None, "wish": "Write 5 lines.", "lines": 5, "source": "a friend"}
-    }
+    assert last.columns == dict(zip(names, [None, None, None, "Write 5 lines.", 5, "a friend"], strict=True))
     held_out = load_examples(config(folder), "test", tokenizer, 4, progress=False)
     assert [example.source for example in held_out] == ["sums"] * 4
     (folder / "mix.yaml").write_text(LISTED.replace("weight: 3", "weight: 0"))
-    assert {example.source for example in load_examples(config(folder), "train", tokenizer, progress=False)} == {
-        "poems"
-    }
+    trained = load_examples(config(folder), "train", tokenizer, progress=False)
+    assert {example.source for example in trained} == {"poems"}
     assert weights_of(config(folder)) == {"poems": 1}
     assert examples[0].columns.keys() == held_out[0].columns.keys()
 
@@ -180,9 +176,8 @@ def test_a_run_has_the_rewards_of_each_dataset_and_refuses_other_weights(folder,
     assert "eval_poems_accuracy" not in before and before["eval_sums_reward"] == before["eval_reward"]
     for step in (first, last):
         assert step["rewards/sums/told/mean"] == 1 and 1 <= step["rewards/poems/told/mean"] <= 5
-        assert step["rewards/told/mean"] == pytest.approx(
-            0.75 * step["rewards/sums/told/mean"] + 0.25 * step["rewards/poems/told/mean"]
-        )
+        expected = 0.75 * step["rewards/sums/told/mean"] + 0.25 * step["rewards/poems/told/mean"]
+        assert step["rewards/told/mean"] == pytest.approx(expected)
     (folder / "mix.yaml").write_text(LISTED.replace("weight: 3", "weight: 2"))
     refused = plain_python(*words, "--resume_from_checkpoint", "last", "--max_steps", "3")
     assert refused.returncode == 2 and "the weights of datasets is {'sums': 3, 'poems': 1} there" in refused.stdout

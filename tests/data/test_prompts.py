@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -44,6 +45,10 @@ def write(path, rows=ROWS):
     return write_rows(path, rows)
 
 
+def golds_of(tokenizer, data, split: str, *options: str) -> list[str]:
+    return [each.gold for each in load_examples(config(data, *options), split, tokenizer, progress=False)]
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -68,9 +73,7 @@ def test_a_raw_prompt_is_continued_as_it_is_and_a_chat_never_is(tmp_path, tokeni
     unset = parse_arguments(TrainerConfig, "", ["--dataset_name", str(path), "--prompt_format", "raw"])
     assert load_examples(unset, "train", tokenizer) == [raw]  # the default is no wish of the user's
     given = config(path, "--prompt_format", "raw", "--system_prompt", "Be brief.")
-    with pytest.raises(
-        ConfigError, match=r"^system_prompt='Be brief\.': prompt_format raw continues a text without it"
-    ):
+    with pytest.raises(ConfigError, match=r"^system_prompt='Be brief\.': prompt_format raw continues a text without"):
         load_examples(given, "train", tokenizer)
     path.write_text(json.dumps(rows[1]) + "\n")
     with caplog.at_level("INFO"):
@@ -105,19 +108,14 @@ def test_rows_that_are_held_out_are_evaluated_on_and_never_trained_on(tmp_path, 
     else:
         write(path, [{"question": f"{number}?", "answer": f"{number}"} for number in range(10)])
     data = path if "jsonl" in name else path.parent
-
-    def golds(split: str, *options: str) -> list[str]:
-        return [each.gold for each in load_examples(config(data, *options), split, tokenizer, progress=False)]
-
+    golds = partial(golds_of, tokenizer, data)
     for holdout, size in (("3", 3), ("0.25", 3), ("0.01", 1)):
         trained, held_out = (golds(split, "--eval_holdout", holdout) for split in ("train", "test"))
         assert len(held_out) == size and sorted(trained + held_out) == [*map(str, range(10))]
         assert held_out == golds("test", "--eval_holdout", holdout, "--seed", "7")  # runs can be compared
     with pytest.raises(ConfigError, match="eval_holdout=10.0: .* has 10 rows: leave some to train on"):
         golds("test", "--eval_holdout", "10")
-    with pytest.raises(
-        ConfigError, match="eval_holdout=1.0: dataset_test_split='train' is the split to train on: name"
-    ):
+    with pytest.raises(ConfigError, match="eval_holdout=1.0: dataset_test_split='train' is the split to train on: "):
         golds("train", "--eval_holdout", "1", "--dataset_test_split", "train")
     evaluation = EvaluateConfig(dataset_name=str(data), eval_holdout=3)
     assert _split(evaluation) == "test"  # of a single file too
@@ -129,16 +127,13 @@ def test_a_part_of_a_split_is_named_as_datasets_names_it(tmp_path, tokenizer, na
     path.parent.mkdir(exist_ok=True)
     write(path, [{"question": f"{number}?", "answer": f"{number}"} for number in range(10)])
     data = str(path if name == "rows.jsonl" else path.parent)
+    golds = partial(golds_of, tokenizer, data)
     parts = ["--dataset_train_split=train[30%:]", "--dataset_test_split=train[:3]"]
-
-    def golds(settings: TrainerConfig, split: str) -> list[str]:
-        return [each.gold for each in load_examples(settings, split, tokenizer, progress=False)]
-
-    assert golds(config(data, *parts), "train[30%:]") == [*map(str, range(3, 10))]
-    assert golds(config(data, *parts), "train[:3]") == ["0", "1", "2"]
+    assert golds("train[30%:]", *parts) == [*map(str, range(3, 10))]
+    assert golds("train[:3]", *parts) == ["0", "1", "2"]
     assert _split(EvaluateConfig(dataset_name=data, dataset_test_split="train[:3]")) == "train[:3]"
     with pytest.raises(ConfigError, match=r"split 'train\[:x\]' cannot be loaded \(.*Unrecognized instruction format"):
-        golds(config(data, "--dataset_train_split=train[:x]"), "train[:x]")
+        golds("train[:x]", "--dataset_train_split=train[:x]")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
@@ -219,9 +214,8 @@ def test_a_missing_field_or_a_gold_answer_of_several_is_a_sentence_with_the_fiel
 def test_dicts_of_other_fields_in_each_row_and_columns_with_dots_are_found(tmp_path, tokenizer):
     rows = [{"question": "x?", "info": {"a": 1}, "a.b": "1"}, {"question": "y?", "info": {"b": [2]}, "a.b": "2"}]
     for name, golds in {"info.b": ["[2]"], "a.b": ["1", "2"]}.items():
-        asked = config(write(tmp_path / "rows.jsonl", rows), "--dataset_answer_column", name)
-        examples = load_examples(asked, "train", tokenizer, progress=False)
-        assert [example.gold for example in examples] == golds
+        path = write(tmp_path / "rows.jsonl", rows)
+        assert golds_of(tokenizer, path, "train", "--dataset_answer_column", name) == golds
 
 
 def test_prompts_alone_are_for_rewards_that_ask_for_no_gold_answer(tmp_path, tokenizer):
@@ -238,9 +232,7 @@ def test_prompts_alone_are_for_rewards_that_ask_for_no_gold_answer(tmp_path, tok
     examples = load_examples(config(write(tmp_path / "rows.jsonl")), "train", tokenizer, progress=False)
     check_reward_columns(config(plain), examples, rewards)
     examples += load_examples(config(plain), "train", tokenizer, progress=False)  # as held out
-    with pytest.raises(
-        ConfigError, match=r"^reward_funcs='asks': it asks for gold .* columns question, hint: name the"
-    ):
+    with pytest.raises(ConfigError, match=r"^reward_funcs='asks': it asks for gold .* columns question, hint: name"):
         check_reward_columns(config(plain), examples, rewards)
     check_reward_columns(config(plain), examples, {name: rewards[name] for name in rewards if name != "asks"})
 
@@ -456,8 +448,7 @@ def test_a_folder_has_splits_each_in_one_or_several_files(tmp_path, tokenizer):
     write(tmp_path / "data/train-00001-of-00002.parquet", ROWS[:1])
     write(tmp_path / "held_out.jsonl", ROWS[1:])
     for split, gold in (("train", ["2", "4", "2"]), ("held_out", ["4"])):
-        examples = load_examples(config(tmp_path, "--dataset_test_split", "held_out"), split, tokenizer, progress=False)
-        assert [example.gold for example in examples] == gold
+        assert golds_of(tokenizer, tmp_path, split, "--dataset_test_split", "held_out") == gold
     with pytest.raises(ConfigError, match=r"called test\.\* or test-\*\.\*, or all in a folder test; found .*: rename"):
         load_examples(config(tmp_path), "test", tokenizer, progress=False)
 
@@ -471,8 +462,7 @@ def test_what_save_to_disk_wrote_is_a_dataset(tmp_path, tokenizer):
     datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
 
     def golds(name: str, split: str, *options: str) -> list[str]:
-        settings = config(tmp_path / name, *options)
-        return [each.gold for each in load_examples(settings, split, tokenizer, progress=False)]
+        return golds_of(tokenizer, tmp_path / name, split, *options)
 
     assert golds("one", "train") == golds("both", "train") == ["2", "4"] and golds("both", "test") == ["3"]
     (tmp_path / "both/dataset_dict.json").unlink()  # each split saved by itself
@@ -500,8 +490,7 @@ def test_the_hubs_converted_layout_is_a_dataset_and_of_several_one_is_named(tmp_
     (hub / "default/train/0000.parquet.metadata").write_text("of a download")
     for folder in hub, hub / "default":
         for split, golds in {"train": ["2", "4", "3"], "test": ["3"]}.items():
-            examples = load_examples(config(folder), split, tokenizer, progress=False)
-            assert [example.gold for example in examples] == golds
+            assert golds_of(tokenizer, folder, split) == golds
     write(hub / "socratic/train/0000.parquet", LOOSE)
     write(tmp_path / "clone/main/train-00000-of-00001.parquet")
     write(tmp_path / "clone/socratic/train-00000-of-00001.parquet")
@@ -536,13 +525,6 @@ def test_a_tokenizer_without_a_chat_template_gets_plain_text(tokenizer, monkeypa
     assert render_prompt(tokenizer, "Two and two?", "") == "Two and two?\n\n"
     messages = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is"}]
     assert render_prompt(tokenizer, messages, "Be brief.") == "Be brief.\n\nTwo and two?\n\nIt is"
-
-
-def test_a_template_without_system_messages_is_explained(tokenizer, monkeypatch):
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ConfigError, match=r"refuses the conversation .*no system role.*set system_prompt to ''"):
-        render_prompt(tokenizer, "Hi", "Be brief.")
 
 
 class Bank:
@@ -581,6 +563,7 @@ def test_a_prompt_has_the_tools_and_what_the_environment_says_of_its_row(tokeniz
         ("{{ 1 // 0 }}", "ZeroDivisionError: "),
         ("{{ messages[0].nothing.more }}", "UndefinedError: "),
         ("{% if %}", "TemplateSyntaxError: "),
+        ("{{ raise_exception('no system role') }}", "TemplateError: no system role.*set system_prompt to ''"),
     ],
 )
 def test_whatever_a_template_raises_is_one_sentence(tmp_path, tokenizer, monkeypatch, template, reason):
@@ -602,9 +585,7 @@ def test_a_template_that_leaves_out_the_system_message_is_warned_of_once(tmp_pat
     path = write(tmp_path / "rows.jsonl", ROWS * 3)
     load_examples(config(path, "--system_prompt", "Be brief."), "train", tokenizer, progress=False)
     assert "system message" not in caplog.text
-    template = (
-        "{% for message in messages %}{% if message.role != 'system' %}{{ message.content }}{% endif %}{% endfor %}"
-    )
+    template = "{% for message in messages %}{{ message.content if message.role != 'system' }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     load_examples(config(path, "--system_prompt", "Be brief."), "train", tokenizer, progress=False)
     assert caplog.text.count("the model's chat template leaves the system message out of 6 of 6 prompts") == 1
@@ -624,9 +605,7 @@ def turns(*texts: str) -> list[dict]:
 
 
 RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
-TEMPLATES = (
-    "and the chat template writes the marks of a chat itself: store the question alone, or use prompt_format raw"
-)
+TEMPLATES = "and the chat template writes the marks of a chat itself: store the question alone, or use prompt_format"
 
 
 @pytest.mark.parametrize(
@@ -638,11 +617,7 @@ TEMPLATES = (
         ([" <s>[INST] One? [/INST]"], ["--prompt_format=chat"], f"the first prompt has <s>[INST], {TEMPLATES}"),
         ([RENDERED], ["--prompt_format=raw"], None),
         (["What does HTML's <s>one</s> mean, and |x|, <|x|> and <think>?"], [], None),
-        (
-            [json.dumps(turns("One?"))],
-            [],
-            "the first prompt is the text of a list of messages, which is asked as it st",
-        ),
+        ([json.dumps(turns("One?"))], [], "the first prompt is the text of a list of messages, which is asked as it"),
         ([str(turns("One?"))], ["--prompt_format=raw"], "the first prompt is the text of a list of messages, which"),
         (['[{"from": "human", "value": "One?"}]'], [], "the first prompt is the text of a list of messages, which is"),
         (['[1, 2]: whose role is "system"?'], [], None),

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, REPOSITORY
-from models import CONFIGS, SMALL, build, by_hand
+from models import CONFIGS, SMALL, build, by_hand, example
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from grpo.data.records import Example
 from grpo.model.shared_cache import Scoring, Shape, SharedCache, Step
 from grpo.model.token_pass import cannot_fuse
 from grpo.model.tree_attention import switch_on
@@ -30,9 +29,7 @@ from grpo.kernels.products import add_norm, gated, project
 DTYPES = torch.float32, torch.bfloat16
 # The interpreter cuts bits off where a card rounds to bfloat16: up to one in the last place for each rounding.
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-EXAMPLES = [
-    Example(index=0, prompt="", prompt_ids=ids, columns={}) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14, 3, 4, 8, 9])
-]
+EXAMPLES = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14, 3, 4, 8, 9])]
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a card"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and of what a mask leaves out
@@ -120,15 +117,9 @@ class Cells:
         repeat = query.shape[1] // self.heads
         for row, (slot, place) in enumerate(self.rows):
             for head in range(query.shape[1]):
-                keys, values = (
-                    torch.cat(
-                        [
-                            kept[of][slot, head // repeat, : self.prompts[slot]],
-                            kept[of + 2][row, head // repeat, : place + 1],
-                        ]
-                    )
-                    for of in (0, 1)
-                )
+                of_prompt = (slot, head // repeat, slice(self.prompts[slot]))
+                of_row = (row, head // repeat, slice(place + 1))
+                keys, values = (torch.cat([kept[of][of_prompt], kept[of + 2][of_row]]) for of in (0, 1))
                 scores = keys @ query[row, head].double() * scoring.scaling
                 if scoring.softcap is not None:
                     scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -168,10 +159,7 @@ def test_attention_is_that_of_float64_and_does_not_read_what_no_row_sees(layout,
     norms = HeadNorms(*torch.randn(2, size).to(dtype), 1e-6) if size > 8 else None
     rotated = rotate_and_keep(cells.cache, 0, (query, key, value), torch.stack([cosine, sine], dim=1).to(dtype), norms)
     kept = cells.cache.of_layer(0)
-    for states, computed, weight in (
-        (query, rotated, norms and norms.query),
-        (key, None, norms and norms.key),
-    ):
+    for states, computed, weight in ((query, rotated, norms and norms.query), (key, None, norms and norms.key)):
         states = states.view(rows, -1, size)
         states = states.double() if weight is None else rms(states, weight)
         left, right = states.chunk(2, dim=2)
@@ -226,9 +214,8 @@ def test_a_token_is_the_inverse_of_the_distribution_function_of_float64(vocabula
     # With the largest number it is the last token that has a probability, whatever rounding does to the sum.
     expected[1], expected[4] = shares[1].nonzero().max(), shares[4].nonzero().max()
     assert tokens.tolist() == expected.tolist()
-    assert torch.allclose(
-        logprobs.double(), logits.double().log_softmax(dim=1).gather(1, tokens[:, None])[:, 0], atol=1e-5
-    )
+    exact = logits.double().log_softmax(dim=1).gather(1, tokens[:, None])[:, 0]
+    assert torch.allclose(logprobs.double(), exact, atol=1e-5)
     logits[2, [vocabulary // 3, vocabulary - 1]] = 50.0
     tokens, _ = drawing.draw(logits, None)
     assert tokens.tolist() == logits.argmax(dim=1).tolist()
@@ -248,9 +235,8 @@ def sampler(model, tokenizer, longest: int = 3, **options) -> ContinuousSampler:
 def drawn(of: ContinuousSampler) -> tuple[list[list[int]], Tensor]:
     """Draw two completions of each prompt at a temperature of 0.9: their ids, and the log-probs of all."""
     rollouts = [rollout for group in of.sample(EXAMPLES, 2, 0.9, seed=2) for rollout in group]
-    return [rollout.completion_ids for rollout in rollouts], torch.tensor(
-        [value for rollout in rollouts for value in rollout.sampling_logprobs]
-    )
+    logprobs = [value for rollout in rollouts for value in rollout.sampling_logprobs]
+    return [rollout.completion_ids for rollout in rollouts], torch.tensor(logprobs)
 
 
 def vectors_at_random(model):
@@ -313,12 +299,7 @@ def wrong(fused_attend, fails: bool):
 
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
-    [
-        ("right", torch.float32),
-        ("right", torch.bfloat16),
-        ("wrong", torch.bfloat16),
-        ("not built", torch.float32),
-    ],
+    [("right", torch.float32), ("right", torch.bfloat16), ("wrong", torch.bfloat16), ("not built", torch.float32)],
 )
 def test_kernels_that_are_wrong_or_do_not_build_are_not_used(kernels, dtype, tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(self_check, "runs_kernels", lambda device: True)

@@ -65,9 +65,7 @@ def test_dropout_is_off_also_in_training(tmp_path, tokenizer):
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "not a name!"])
 def test_a_model_that_is_not_there_is_named(monkeypatch, name):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ConfigError, match=r"model_name_or_path=.* cannot be loaded .*: give a local folder, or a hub id"
-    ):
+    with pytest.raises(ConfigError, match=r"model_name_or_path=.* cannot be loaded .*: give a local folder, or a hub"):
         load_tokenizer(SharedConfig(model_name_or_path=name))
 
 
@@ -244,15 +242,12 @@ def test_a_model_in_parts_that_wait_on_different_devices_is_packed_too(model_fol
     torch.testing.assert_close(scores(spread), expected)
 
 
-@pytest.mark.parametrize("quantization, module", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
-def test_quantized_weights_give_nearly_the_same_logprobs(model_folder, quantization, module):
+def test_weights_in_8_bits_give_nearly_the_same_logprobs(model_folder):
     pytest.importorskip("accelerate")
     pytest.importorskip("bitsandbytes")
     exact = scores(load(model_folder)[0])
-    config = ServerConfig(model_name_or_path=str(model_folder), quantization=quantization)
-    model = load_reference(config, CPU)
-    kinds = {type(part).__name__ for part in model.modules()}
-    assert module in kinds and "Linear" in kinds  # the head stays as it is
+    model = load_reference(ServerConfig(model_name_or_path=str(model_folder), quantization="8bit"), CPU)
+    assert {"Linear8bitLt", "Linear"} <= {type(part).__name__ for part in model.modules()}  # the head stays as it is
     error = (scores(model) - exact).abs()
     assert 0 < error.mean() < 0.2 and make_batcher(model, 0).packs
 

@@ -27,7 +27,7 @@ from adapters import (
     write_adapter,
 )
 from conftest import running_server
-from models import distance
+from models import distance, example
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from safetensors.torch import load_file
 from trainer_runs import equal, lines, options, plain_python
@@ -38,7 +38,6 @@ from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.records import Example
 from grpo.model.activations import checkpoint_activations
 from grpo.model.fingerprint import describe
 from grpo.model.load import load_model, load_reference, load_tokenizer
@@ -155,9 +154,7 @@ def test_the_reference_is_the_adapter_that_a_run_began_with(adapters, kind):
 
 
 def test_sampling_with_dora_computes_norms_once_and_keeps_none(model_folder, adapters, tokenizer, monkeypatch):
-    examples = [
-        Example(index=place, prompt="", prompt_ids=prompt, columns={}) for place, (prompt, _) in enumerate(PAIRS[::4])
-    ]
+    examples = [example(prompt) for prompt, _ in PAIRS[::4]]
     model, _ = policy(model=adapters["DoRA"])
     plain = by_hand(model_folder, adapters["DoRA"], torch.float32)
     by_tokens = LocalSampler(plain, tokenizer, [tokenizer.eos_token_id], 12).greedy(examples)
@@ -283,10 +280,8 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
     for folder, reason in [(cut, "its weights are damaged"), *zip(folders, cases, strict=True)]:
         with pytest.raises(ConfigError, match=reason):
             load_model(SharedConfig(model_name_or_path=folder), CPU)
-    other = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model_folder), peft.IA3Config(task_type="CAUSAL_LM")
-    )
-    other.save_pretrained(tmp_path / "ia3")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    peft.get_peft_model(base, peft.IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "ia3")
     with pytest.raises(ConfigError, match="IA3.*, not LoRA"):
         load_model(SharedConfig(model_name_or_path=str(tmp_path / "ia3")), CPU)
 

@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from models import CONFIGS, SMALL, build
+from models import CONFIGS, SMALL, build, example
 from transformers import LlamaConfig, Qwen2Model
 
-from grpo.data.records import Example
 from grpo.model.token_pass import TokenPass, is_known
 from grpo.model.tree_attention import switch_on
 from grpo.sampling import rows
 from grpo.sampling.continuous import ContinuousSampler
 
-EXAMPLES = [
-    Example(index=0, prompt="", prompt_ids=ids, columns={}) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14], [8])
-]
+EXAMPLES = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14]), example([8])]
 LLAMA_3 = LlamaConfig(
     **SMALL,
     attention_bias=True,

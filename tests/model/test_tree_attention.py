@@ -41,8 +41,7 @@ def test_the_log_says_once_which_path_runs_and_why(name, caplog):
     [("qwen2", None), *((name, window) for name in WINDOWED for window in (1, 8, 256, 300, 1024))],
 )
 def test_long_segments_are_cut_into_rows_without_a_seam(name, window):
-    """Prompts and completions below, at and above the rows of one attention call and its window, values and
-    gradients."""
+    """Prompts and completions below, at and above the rows of one call and its window, values and gradients."""
     config = copy.deepcopy(CONFIGS[name])
     config.max_position_embeddings, config.sliding_window = 1024, window
     model = build(config)

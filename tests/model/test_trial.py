@@ -11,7 +11,6 @@ from transformers import (
     DeepseekV4Config,
     DeepseekV32Config,
     DogeConfig,
-    JetMoeConfig,
     LlamaConfig,
     MiniMaxM3VLTextConfig,
     MixtralConfig,
@@ -123,14 +122,6 @@ def test_layers_recompute_where_a_backward_pass_follows_and_nowhere_else():
         token_logprobs(model, batch, 1.0)
     assert len(passes) == 3
     assert not any(part.training for part in model.modules())
-
-
-def test_a_model_that_cannot_recompute_is_refused():
-    small = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_attention_heads")}
-    model = build(JetMoeConfig(**small, kv_channels=8, num_local_experts=2, num_experts_per_tok=1))
-    with pytest.raises(ConfigError, match="gradient_checkpointing=True: JetMoeForCausalLM does not know how to"):
-        checkpoint_activations(model)
-    assert make_batcher(model, 0).packs  # and without it all is well
 
 
 def test_layers_that_are_others_while_they_recompute_are_refused():

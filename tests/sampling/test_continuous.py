@@ -117,9 +117,8 @@ def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, m
     """What CUDA records, called plainly: rows that draw nothing, moves, refills, a cache that grows."""
     model, shapes, step = packed(random_model(name)), [], SharedCache.step
     monkeypatch.setattr(SharedCache, "step", lambda cache, of: (shapes.append(of.shape), step(cache, of)))
-    options = dict(look_every=look_every)
     plain, few = (
-        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, rows=7, graphs=graphs, **options)
+        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, rows=7, look_every=look_every, graphs=graphs)
         for graphs in (None, StepGraphs)
     )
     groups = few.sample(EXAMPLES, COPIES, 0.8, seed=1)
@@ -165,14 +164,12 @@ def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokeniz
 
     monkeypatch.setattr(StepGraphs, "run", run_on_card)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # the cards are not made for it
-    options = dict(look_every=4, graphs=StepGraphs)
     expected = continuous(packed(build(CONFIGS["qwen2"])), tokenizer).sample(EXAMPLES, COPIES, 0.8, seed=1)
     with Cards():
         model = build(CONFIGS["qwen2"]).to("meta:0")
         switch_on(model, "segments")
-        groups = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows=7, **options).sample(
-            EXAMPLES, COPIES, 0.8, seed=1
-        )
+        few = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows=7, look_every=4, graphs=StepGraphs)
+        groups = few.sample(EXAMPLES, COPIES, 0.8, seed=1)
     assert ids_of(groups) == ids_of(expected) and len(steps) > 20
 
 
@@ -238,9 +235,8 @@ def test_the_cache_grows_for_the_rows_alone_that_still_draw(graphs, tokenizer, m
     few_ends = ContinuousSampler(model, tokenizer, [20], 200, rows=15, graphs=graphs)
     groups = few_ends.sample(EXAMPLES, COPIES, 1.0, seed=3)
     rooms, lengths = [room for _, _, room in sizes], [len(ids) for ids in ids_of(groups)]
-    left = [
-        sum(length > room + 1 for length in lengths) for room in rooms[:-1]
-    ]  # a token's keys are kept with the next
+    # A token's keys are kept with the next.
+    left = [sum(length > room + 1 for length in lengths) for room in rooms[:-1]]
     assert rooms == [64, 96, 144, 200] and 15 > left[0] > left[-1] > 1
     kept = [15, *(min(15, 1 << (rows - 1).bit_length()) for rows in left)]
     assert [(rows, there) for rows, there, _ in sizes] == [*zip(kept, kept, strict=True)]

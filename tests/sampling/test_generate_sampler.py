@@ -97,16 +97,10 @@ def test_the_models_own_generation_config_changes_nothing(model, tokenizer, exam
     assert model.generation_config is settings  # and it is there again, to be saved with the model
 
 
-def drawn(model, tokenizer, examples) -> list[list[int]]:
-    """Sampled completions that never end, to choose an eos from."""
-    return [
-        group[0].completion_ids for group in sampler(model, tokenizer, eos=[10**6]).sample(examples, 1, 2.0, seed=3)
-    ]
-
-
 def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    ends = [ids[place] for place, ids in enumerate(drawn(model, tokenizer, examples), start=2)]
+    endless = sampler(model, tokenizer, eos=[10**6]).sample(examples, 1, 2.0, seed=3)
+    ends = [rollout.completion_ids[place] for place, (rollout,) in enumerate(endless, start=2)]
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
     assert tokenizer.pad_token_id == ends[0]
     for (rollout,) in sampler(model, tokenizer, ends).sample(examples, 1, 2.0, seed=3):
@@ -117,10 +111,9 @@ def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples)
 def test_the_text_has_no_special_tokens_and_keeps_the_tags(tokenizer):
     tags = "<think>1</think><answer>2</answer>"
     ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
-    assert (
-        make_rollout(tokenizer, [tokenizer.eos_token_id], ids=ids, logprobs=[-1.0] * len(ids), policy_version=0).text
-        == tags
-    )
+    logprobs = [-1.0] * len(ids)
+    made = make_rollout(tokenizer, [tokenizer.eos_token_id], ids=ids, logprobs=logprobs, policy_version=0)
+    assert made.text == tags
 
 
 def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, tokenizer, examples):

@@ -142,12 +142,6 @@ def test_rows_that_wait_are_unharmed_where_recorded_steps_compute_them_too(qwen,
     assert_rounded(logprobs_of(groups), scored(qwen, groups, 1.0))
 
 
-def test_one_copy_of_each_and_other_prompts_beside_it_change_nothing(qwen, tokenizer, expected):
-    sampler = continuous(qwen, tokenizer, Scripted(ENDS), rows=3)
-    assert ids_of(sampler.sample(EXAMPLES, 1, 1.0, 3, ids=PLACES)) == expected[0][::3]
-    assert ids_of(sampler.sample(EXAMPLES[3:4], 1, 1.0, 3, ids=PLACES[3:4])) == expected[0][9:10]
-
-
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_generate_draws_the_same(qwen, tokenizer, expected, rows):
     turns, handed = Scripted(ENDS), []
@@ -195,9 +189,8 @@ def test_answers_longer_than_a_pass_and_than_a_block_of_queries(qwen, tokenizer,
     """Three passes for what comes at one time, and a mask of more than 256 queries."""
     monkeypatch.setattr("grpo.sampling.rows.PREFILL_TOKENS", 330)
     answer = [7 + place % 13 for place in range(300)]
-    sampler = continuous(
-        qwen, tokenizer, Scripted(ENDS, lambda drawn, turn: None if turn else answer[: 30 * len(drawn)]), length=400
-    )
+    turns = Scripted(ENDS, lambda drawn, turn: None if turn else answer[: 30 * len(drawn)])
+    sampler = continuous(qwen, tokenizer, turns, length=400)
     extend, counts = SharedCache.extend, []
 
     def counted(cache, layer, key, value):
@@ -266,8 +259,7 @@ def test_no_more_is_computed_than_rows_that_draw_and_each_answer_once(qwen, toke
     finally:
         hook.remove()
     prompts = sum(len(item.prompt_ids) for item in EXAMPLES)
-    # A segment's last token is fed with the answer, and its first is drawn without a step; one that ends with its first
-    # token is found after a step.
+    # A segment's last token is fed with the answer, its first drawn without a step; one of one token ends after a step.
     answers = sum(len(dialogue.asked) - 1 for dialogue in turns.dialogues)
     answers += sum(not drawn for rollout in flat(groups) for drawn in rollout.drawn)
     segments = [segment for dialogue in turns.dialogues for segment in dialogue.asked]
