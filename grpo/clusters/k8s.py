@@ -1,4 +1,4 @@
-"""Applies the run to Kubernetes: a Job of pods that train, Deployments of pool and workers, and what they share.
+"""Applies the run to Kubernetes: a Job of pods that train, Deployments of pool and workers, their settings and volumes.
 
     grpo launch --on k8s --nnodes 2 --gpus_per_node 8 --image REGISTRY/grpo --config configs/two_nodes.yaml \\
         --output_dir /runs/first --render first.yaml

@@ -104,10 +104,8 @@ def roles_of(config: LaunchConfig) -> list[Role]:
         roles.append(Role(name="worker", count=config.workers, words=worker_words(config), gpus=gpus, waits_for="pool"))
     asked = " and ".join(role.name for role in roles if role.name != "worker")
     end = "all end; a lost rank: all ranks start again"
-    return [
-        Role(name="trainer", count=ranks, words=["grpo_ref_split.py"], gpus=gpus, waits_for=asked, at_its_end=end),
-        *roles,
-    ]
+    trainer = Role(name="trainer", count=ranks, words=["grpo_ref_split.py"], gpus=gpus, waits_for=asked, at_its_end=end)
+    return [trainer, *roles]
 
 
 def pool_words(config: LaunchConfig) -> list[str]:

@@ -33,7 +33,7 @@ from grpo.run.run_folder import forget_stop, is_stop_asked
 
 log = logging.getLogger("grpo.launch")
 
-_AGAIN = 30  # seconds after which the cluster is asked anew what it has
+_AGAIN = 30  # seconds after which the cluster's resources are looked at anew
 _REST = 5.0  # seconds between two starts of a worker
 _ASKED_BY = {"server": ["--ref_servers"], "pool": ["--sampler", "pool", "--pool"]}  # options of the trainer, and a URL
 

@@ -35,18 +35,13 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     # SLURM would keep a job that no nodes can ever take.
     remedy = "start this on a login node, or --render FILE"
     refusal = run_tool(config, ["sbatch", "--test-only"], remedy, text=text).stderr
-    config.check(
-        "node configuration is not available" not in refusal, nnodes=f"the cluster has none such: {one_line(refusal)}"
-    )
+    says = f"the cluster has none such: {one_line(refusal)}"
+    config.check("node configuration is not available" not in refusal, nnodes=says)
     done = run_tool(config, ["sbatch", "--parsable"], remedy, text=text)
     config.check(done.returncode == 0, on=f"{one_line(done.stderr)}: on_args has options of sbatch")
     number = done.stdout.strip().partition(";")[0]
-    log.info(
-        "job %s is submitted; its log: %s; to save and end it: grpo stop %s",
-        number,
-        log_of(config),
-        shlex.quote(config.output_dir),
-    )
+    run = shlex.quote(config.output_dir)
+    log.info("job %s is submitted; its log: %s; to save and end it: grpo stop %s", number, log_of(config), run)
     return 0
 
 

@@ -92,14 +92,13 @@ class PoolClient:
         """Return new tasks, at most `lease.room`: at least one, or none after `lease.wait` seconds."""
 
         def decode(body: bytes) -> LeaseReply:
-            tasks, (_, metadata) = decode_tasks(body, self._vocab_size), read_tensors(body)
-            version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
+            _, metadata = read_tensors(body)
             return LeaseReply(
-                tasks=tasks,
+                tasks=decode_tasks(body, self._vocab_size),
                 seconds=float(metadata["lease_seconds"]),
                 run=metadata["run"],
-                version=version,
-                sha256=sha256,
+                version=int(metadata.get("version", -1)),
+                sha256=metadata.get("sha256", ""),
             )
 
         return sessions.decoded(self._ask(wire.LEASE_PATH, lease.to_json(), wait=lease.wait), decode)

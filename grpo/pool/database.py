@@ -243,7 +243,7 @@ def _open(path: str, setting: str) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
         connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # and make the log, for _check_place
-        connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over what it deletes
+        connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over deleted rows
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.executescript(LEASES_SCHEMA)
         return connection
@@ -255,7 +255,7 @@ def _connected(path: str, setting: str, query: str = "") -> Iterator[sqlite3.Con
     with refuse_damage(setting):
         uri = Path(path).absolute().as_uri() + query
         connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-        # The checksum refuses what is no UTF-8.
+        # The checksum refuses text that is no UTF-8.
         connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
         try:
             yield connection

@@ -172,7 +172,11 @@ class BucketFiles:
             retries = {"retries": {"mode": "standard"}}
             self._store = S3FileSystem(skip_instance_cache=True, use_listings_cache=False, config_kwargs=retries)
             self._store.retries = 1  # times those of botocore
-            self._check_rights()
+            probe = f"{self._path}/{uuid4().hex}"
+            self._store.pipe_file(probe, b"probe")
+            self._store.cat_file(probe)
+            self._store.rm_file(probe)
+            self._store.exists(probe)  # of a missing file a bucket tells only those who may list it
             self._temporary = tempfile.TemporaryDirectory(prefix="grpo-pool-")
             self._incoming = Files(self._temporary.name)
         except Exception as error:  # of s3fs, botocore and aiohttp, which have no base in common
@@ -180,13 +184,6 @@ class BucketFiles:
             raise ConfigError(
                 f"pool_folder={folder!r}: {one_line(error)}: {remedy}, and its AWS_ENDPOINT_URL if it is not Amazon's"
             ) from error
-
-    def _check_rights(self) -> None:
-        probe = f"{self._path}/{uuid4().hex}"
-        self._store.pipe_file(probe, b"probe")
-        self._store.cat_file(probe)
-        self._store.rm_file(probe)
-        self._store.exists(probe)  # of what is not there a bucket tells only those who may list it
 
     def close(self) -> None:
         self._incoming.close()
@@ -234,7 +231,7 @@ class BucketFiles:
     def drop_unused(self, used: Set[str], gone: Set[str]) -> None:
         """Delete unused files as Files does. Abandoned ones are looked for now and then: a long listing takes time."""
         dropped, now = gone - used, time.time()
-        self._incoming.drop_unused(set(), dropped)  # what is used is in the bucket
+        self._incoming.drop_unused(set(), dropped)  # used files are in the bucket
         if now >= self._next_search:
             files = [file for file in self._ask("ls", self._path, detail=True) or [] if file["type"] == "file"]
             old = [file["name"] for file in files if now - file["LastModified"].timestamp() >= _ABANDONED_SECONDS]

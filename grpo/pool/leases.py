@@ -188,7 +188,7 @@ class Leases:
         return worker
 
     def _keep(self, worker: WorkerState) -> WorkerState:
-        """Store a worker's state, and what it holds of the tasks that no other holds."""
+        """Store a worker's state, and those of its tasks that no other holds."""
         self.count()
         self._database.replace("workers", **worker.to_row())
         before = self._holds("WHERE worker = ?", worker.name).get(worker.name, set())
@@ -202,7 +202,7 @@ class Leases:
         return worker
 
     def _read(self, condition: str, *values: str) -> list[WorkerState]:
-        """Return workers, with what they hold."""
+        """Return workers, with their tasks."""
         with self._database.lock:
             rows = self._database.sql(f"SELECT name, seen, room, is_suspended, state FROM workers {condition}", *values)
             holds = self._holds("WHERE worker = ?" if values else "", *values)

@@ -47,9 +47,8 @@ class PoolService(Service):
 
     def description(self) -> str:
         run = self.store.known_run()
-        return f"a pool of rollouts in {self.store.database.place}, " + (
-            f"of run {run.name}" if run else "of no run yet"
-        )
+        of_run = f"of run {run.name}" if run else "of no run yet"
+        return f"a pool of rollouts in {self.store.database.place}, {of_run}"
 
     def current_info(self) -> ServerInfo:
         """Name the run where other servers name their model."""

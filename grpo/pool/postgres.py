@@ -32,7 +32,7 @@ _OF_LOST_POOLS = "SET idle_in_transaction_session_timeout = '60s'; SET tcp_keepa
 
 
 class PostgresDatabase(Database):
-    """A database, by one connection that is made anew where it is lost."""
+    """A database, by one connection that is made anew once it is lost."""
 
     def __init__(self, url: str, on_damage: Callable[[ConfigError], None]):
         """Connect, and make the tables if there are none. Raises ConfigError if the database cannot be reached, refuses

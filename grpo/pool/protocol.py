@@ -186,7 +186,7 @@ class Lease:
     """A worker's request for tasks, which is its heartbeat too."""
 
     worker: str  # the worker's name
-    room: int  # tasks that it can take; 0 only keeps what it holds
+    room: int  # tasks that it can take; 0 only keeps its leases
     holds: list[list[int]]  # [group, attempt] of each task that it is drawing
     wait: float  # seconds to wait if no task is free
     card: str = ""  # the name of its GPU, or CPU

@@ -78,14 +78,7 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     texts = texts or [""] * len(prompts)
     keys = np.stack(columns[:-1], axis=1).tolist()  # group, attempt, version
     return [
-        Task(
-            group=group,
-            attempt=attempt,
-            version=version,
-            prompt_ids=prompt.tolist(),
-            columns=text,
-            pictures=names,
-        )
+        Task(group=group, attempt=attempt, version=version, prompt_ids=prompt.tolist(), columns=text, pictures=names)
         for (group, attempt, version), prompt, text, names in zip(keys, prompts, texts, pictures, strict=True)
     ]
 

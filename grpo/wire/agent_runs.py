@@ -6,16 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.wire.json_fields import (
-    check_int,
-    check_text,
-    check_texts,
-    find_unrecordable,
-    is_number,
-    read_fields,
-    read_json,
-    shown,
-)
+from grpo.wire import json_fields as fields
 from grpo.wire.refusals import malformed
 
 LONGEST_STORY = 4 << 20  # most bytes of an episode's text and tree as JSON
@@ -33,7 +24,7 @@ class Branch:
 
     prompt_ids: list[int]
     completion_ids: list[int]  # all that follows, from the first id that is trained on here
-    sampling_logprobs: list[float]  # as a rollout's: of each of completion_ids, NaN where it is not trained on here
+    sampling_logprobs: list[float]  # as a rollout's: of each of completion_ids, NaN for tokens not trained on here
     drawn: list[bool]  # True for each of completion_ids that is trained on here
 
 
@@ -50,13 +41,13 @@ def read_story(body: bytes) -> tuple[str, list[dict[str, Any]]]:
     """Read an episode's text and tree, a JSON object. Raises ProtocolError, 400."""
     if len(body) > LONGEST_STORY:
         raise malformed(f"the text and tree of an episode have {len(body)} bytes: send {LONGEST_STORY} at most")
-    content = read_json(body)
+    content = fields.read_json(body)
     if not isinstance(content, dict) or content.keys() != {"text", "tree"}:
         raise malformed("an episode: send an object of text and tree")
     text, tree = content["text"], content["tree"]
     if not isinstance(text, str) or not isinstance(tree, list) or not all(map(_is_turn, tree)):
         raise malformed(f"an episode: send a text, and turns with {', '.join(_TURN)}")
-    if fault := find_unrecordable(text, deepest=0):
+    if fault := fields.find_unrecordable(text, deepest=0):
         raise malformed(f"an episode: send no text that has {fault}")
     return text, tree
 
@@ -66,7 +57,7 @@ def _is_turn(value: object) -> bool:
         isinstance(value, dict)
         and value.keys() == _TURN.keys()
         and all(isinstance(value[name], kind) for name, kind in _TURN.items())
-        and all(is_number(value[name]) for name in ("asked_at", "answered_at"))
+        and all(fields.is_number(value[name]) for name in ("asked_at", "answered_at"))
         and (value["begins"] is None or bool(_REASON.fullmatch(value["begins"])))
     )
 
@@ -89,16 +80,16 @@ class RunAgent:
     @classmethod
     def of_fields(cls, content: object) -> RunAgent:
         """Read a JSON object. Raises ProtocolError, 400."""
-        agent = read_fields(cls, content)
+        agent = fields.read_fields(cls, content)
         for name in ("name", "agent_history", "tool_call_parser"):
-            check_text(name, getattr(agent, name))
+            fields.check_text(name, getattr(agent, name))
         for name in ("program", "rewards"):
-            check_texts(name, getattr(agent, name), "texts")
-        check_int("context", agent.context, least=1)
-        check_int("max_turns", agent.max_turns, least=1)
+            fields.check_texts(name, getattr(agent, name), "texts")
+        fields.check_int("context", agent.context, least=1)
+        fields.check_int("max_turns", agent.max_turns, least=1)
         if agent.agent_history not in ("drawn", "rendered"):
-            raise malformed(f"agent_history {shown(agent.agent_history)}: send drawn or rendered")
-        if agent.agent_failure_reward is not None and not is_number(agent.agent_failure_reward):
+            raise malformed(f"agent_history {fields.shown(agent.agent_history)}: send drawn or rendered")
+        if agent.agent_failure_reward is not None and not fields.is_number(agent.agent_failure_reward):
             raise malformed("agent_failure_reward: send a number or null")
         if not isinstance(agent.agent_may_sample, bool):
             raise malformed("agent_may_sample: send true or false")

@@ -44,7 +44,7 @@ def check_text(name: str, value: object) -> None:
 
 
 def check_texts(name: str, values: object, kind: str) -> None:
-    """Refuse all but a list of texts that are no longer than names. `kind`: what the list has, for the message."""
+    """Refuse all but a list of texts that are no longer than names. `kind` names the texts in the message."""
     if not isinstance(values, list):
         raise malformed(f"{name}: send a list of {kind}")
     for value in values:

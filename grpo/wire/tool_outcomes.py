@@ -11,16 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from grpo.wire.json_fields import (
-    check_hex,
-    check_int,
-    check_text,
-    check_texts,
-    find_unrecordable,
-    is_number,
-    read_fields,
-    read_json,
-)
+from grpo.wire import json_fields as fields
 from grpo.wire.refusals import malformed
 
 LONGEST_COLUMNS = 1 << 20  # most bytes of a row's columns as JSON
@@ -57,22 +48,22 @@ class Outcome:
         """Read what `to_json` wrote. Raises ProtocolError, 400."""
         if len(body) > LONGEST_OUTCOME:
             raise malformed(f"an outcome of {len(body)} bytes: send {LONGEST_OUTCOME} at most")
-        outcome = read_fields(cls, read_json(body))
+        outcome = fields.read_fields(cls, fields.read_json(body))
         if not isinstance(outcome.finished, bool):
             raise malformed("finished: send true or false")
         if not (isinstance(outcome.messages, list) and all(map(_is_message, outcome.messages))):
             raise malformed("messages: send objects with a role and content, and calls with name and arguments")
         if not outcome.messages or outcome.messages[0]["role"] != "assistant":
             raise malformed("messages: send a message of the assistant first")
-        if fault := find_unrecordable(outcome.messages, _DEEPEST_MESSAGES):
+        if fault := fields.find_unrecordable(outcome.messages, _DEEPEST_MESSAGES):
             raise malformed(f"messages: send none that has {fault}")
-        calls = check_int("tool_calls", outcome.tool_calls, least=0)
-        check_int("tool_failures", outcome.tool_failures, least=0, most=calls)
-        check_text("failure", outcome.failure)
-        if not isinstance(outcome.parts, dict) or not all(map(is_number, outcome.parts.values())):
+        calls = fields.check_int("tool_calls", outcome.tool_calls, least=0)
+        fields.check_int("tool_failures", outcome.tool_failures, least=0, most=calls)
+        fields.check_text("failure", outcome.failure)
+        if not isinstance(outcome.parts, dict) or not all(map(fields.is_number, outcome.parts.values())):
             raise malformed("parts: send an object of numbers")
         if not isinstance(outcome.rewards, dict) or not all(
-            value is None or is_number(value) for value in outcome.rewards.values()
+            value is None or fields.is_number(value) for value in outcome.rewards.values()
         ):
             raise malformed("rewards: send an object of numbers, and null for no reward")
         rewards = {name: math.nan if value is None else float(value) for name, value in outcome.rewards.items()}
@@ -108,16 +99,16 @@ class RunTools:
     @classmethod
     def of_fields(cls, content: object) -> RunTools:
         """Read a JSON object. Raises ProtocolError, 400."""
-        turns = read_fields(cls, content)
+        turns = fields.read_fields(cls, content)
         for name in ("tools", "rewards"):
-            check_texts(name, getattr(turns, name), "names")
-        check_hex("schemas", turns.schemas, 64)
-        check_text("tool_call_parser", turns.tool_call_parser)
+            fields.check_texts(name, getattr(turns, name), "names")
+        fields.check_hex("schemas", turns.schemas, 64)
+        fields.check_text("tool_call_parser", turns.tool_call_parser)
         if turns.environment is not None:
-            check_text("environment", turns.environment)
+            fields.check_text("environment", turns.environment)
         for name in _LIMITS:
             if (value := getattr(turns, name)) is not None or name == "max_tool_response_length":
-                check_int(name, value, least=1)
+                fields.check_int(name, value, least=1)
         if not isinstance(turns.chat_template_kwargs, dict | None):
             raise malformed("chat_template_kwargs: send an object or null")
         return turns
@@ -136,7 +127,7 @@ def check_columns(text: str) -> None:
     """Raise ProtocolError, 400, for all but a JSON object of LONGEST_COLUMNS bytes at most."""
     if len(text.encode()) > LONGEST_COLUMNS:
         raise malformed(f"the columns of a row have {len(text.encode())} bytes: send {LONGEST_COLUMNS} at most")
-    read_json(text.encode())
+    fields.read_json(text.encode())
 
 
 def _is_message(value: object) -> bool:

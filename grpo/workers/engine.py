@@ -55,9 +55,8 @@ class WorkerTools:
         from grpo.data.records import Example
 
         prompt = self._tokenizer.decode([*task.prompt_ids], skip_special_tokens=False)
-        return Example(
-            index=task.group, prompt=prompt, prompt_ids=task.prompt_ids, columns=json.loads(task.columns or "{}")
-        )
+        columns = json.loads(task.columns or "{}")
+        return Example(index=task.group, prompt=prompt, prompt_ids=task.prompt_ids, columns=columns)
 
     def close(self) -> None:
         self.responder.close()
@@ -134,10 +133,8 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools 
 def _start_agent(config: WorkerConfig, run: RunInfo, tokenizer: PreTrainedTokenizerBase) -> Agent:
     from grpo.agents.episodes import Agent
 
-    of_run = (
-        *("max_turns", "agent_history", "agent_failure_reward", "agent_may_sample"),
-        *("tool_call_parser", "chat_template_kwargs"),
-    )
+    of_run = "max_turns", "agent_history", "agent_failure_reward", "agent_may_sample"
+    of_run += "tool_call_parser", "chat_template_kwargs"
     ours = "agent", "agent_python", "agent_timeout", "agent_memory", "max_concurrent_episodes"
     settings = AskedSections(
         **{name: getattr(run.agent, name) for name in of_run},
@@ -163,7 +160,7 @@ def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
 
 
 def make_result(run: RunInfo, task: Task, rollouts: list[Rollout]) -> GroupResult:
-    """Return what the run's pool gets of these completions, each of which one version drew."""
+    """Return the group of these completions, each of which one version drew, for the run's pool."""
     result = GroupResult(
         group=task.group,
         attempt=task.attempt,
@@ -186,7 +183,7 @@ def draw_in_turns(
 ) -> GroupResult:
     """Draw a group whose completions have several segments, each completion in a thread: none waits for another's.
     `draw_segment(ids, room)` draws at most `room` tokens after these ids, up to an eos, and returns their ids,
-    log-probs and versions. Raises what it raises, and RewardError where an environment fails."""
+    log-probs and versions. Raises its errors, and RewardError if an environment fails."""
     from grpo.wire.picture_files import with_more  # needs Pillow, which not every engine brings
 
     example, failed = turns.make_example(task), threading.Event()

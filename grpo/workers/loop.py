@@ -75,7 +75,7 @@ class GenerationWorker:
         self._version: Version | None = None  # which the engine has
         self._loaded: list[tuple[int, str]] = []  # number and SHA-256 of all that the engine had, or was to have
         self._newest: tuple[int, str] | None = None  # as the pool says with in_flight_weight_updates
-        self._lease_lock = threading.Lock()  # two requests at a time would each free what the other one has got
+        self._lease_lock = threading.Lock()  # two requests at a time would each free the other one's tasks
         self._leased_at, self._lease_seconds, self._began = 0.0, 30.0, time.monotonic()
         self._message = "starting"
         # Under this lock:
@@ -130,9 +130,8 @@ class GenerationWorker:
             # Not while a request for tasks is waiting: the pool would give them to this worker again.
             is_quiet = self._lease_lock.acquire(timeout=2 * POLL)
             try:
-                self._new_client(request_timeout=POLL).lease(
-                    Lease(worker=self.name, room=0, holds=[], wait=0.0, message="ended")
-                )
+                ended = Lease(worker=self.name, room=0, holds=[], wait=0.0, message="ended")
+                self._new_client(request_timeout=POLL).lease(ended)
             except (RequestFailure, ServerError) as error:
                 log.info("the leases were not given back (%s): they end by themselves", error)
             if is_quiet:

@@ -126,12 +126,10 @@ class TransformersEngine:
             for place, rollouts in groups.items():
                 results[place].set_result(make_result(run, tasks[place], rollouts))
 
-        examples = [
-            Example(index=task.group, prompt="", prompt_ids=task.prompt_ids, columns={})
-            if turns is None
-            else turns.make_example(task)
-            for task in tasks
-        ]
+        if turns is None:
+            examples = [Example(index=task.group, prompt="", prompt_ids=task.prompt_ids, columns={}) for task in tasks]
+        else:
+            examples = [turns.make_example(task) for task in tasks]
         seed, ids = run.seed_of(attempt), [task.group for task in tasks]
         with _failures():
             sampler.sample(examples, run.num_generations, run.temperature, seed=seed, on_groups=hand_over, ids=ids)

@@ -23,15 +23,7 @@ from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.wire.picture_files import PicturedPrompt, with_more
-from grpo.workers.engine import (
-    VLLM_ROWS,
-    EngineError,
-    Segment,
-    WorkerFailed,
-    WorkerTools,
-    draw_in_turns,
-    make_result,
-)
+from grpo.workers.engine import VLLM_ROWS, EngineError, Segment, WorkerFailed, WorkerTools, draw_in_turns, make_result
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 
@@ -89,12 +81,12 @@ class VllmEngine:
             "model": folder,
             "served-model-name": _MODEL,
             "dtype": dtype_of(folder),  # of float32 `auto` makes bfloat16
-            "max-model-len": "auto",  # the model's own, or what the card's memory has room for
+            "max-model-len": "auto",  # the model's own, or the most that the card's memory has room for
             "logprobs-mode": "processed_logprobs",  # of the distribution that is drawn from: over the temperature
             "generation-config": "vllm",  # none of the model's own: Qwen2.5's has a repetition penalty
             # Requests have no seeds (on a CPU they kill the engine). vLLM's own is 0: all workers would draw alike.
             "seed": secrets.randbelow(2**31),
-            # A place more than what is drawn, for a probe, which else would wait for all that began before it.
+            # A place more than those that draw, for a probe, which else would wait for all that began before it.
             "max-num-seqs": max(VLLM_ROWS, self.run.num_generations) + 1,
             "scheduling-policy": "priority",
         }
@@ -118,9 +110,9 @@ class VllmEngine:
         self._is_paused = True
         self.server.post("/pause?mode=keep")
         self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        if self._pictures is not None:  # what the old tower has made of pictures
+        if self._pictures is not None:  # the old tower's results
             self.server.send("POST", "/reset_encoder_cache")
-        # The keys and values of what the old weights have read: prompts, and completions that are being drawn, which
+        # The keys and values that the old weights have made of prompts, and of completions that are being drawn, which
         # the new weights read anew. vLLM keeps them on purpose.
         if self.server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
             raise EngineError("/reset_prefix_cache: vLLM keeps what the old weights have cached")
@@ -129,7 +121,7 @@ class VllmEngine:
         self._is_paused = False
 
     def _label_weights(self, version: int) -> None:
-        """Set what the server writes into `weight_versions`."""
+        """Set the label that the server writes into `weight_versions`."""
         self.server.post("/update_weight_version", {"new_version": str(version)})
         self._version = version
 

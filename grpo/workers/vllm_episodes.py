@@ -68,13 +68,8 @@ class RequestDrawer:
 
 def draw_group(agent: Agent, example: Example, run: RunInfo, task: Task, draw_segment: DrawSegment) -> list[Rollout]:
     """Draw the episodes of a task. Raises what `draw_segment` raises."""
-    seed = run.seed_of(task.attempt)
-    order = Order(
-        examples=[example],
-        copies=run.num_generations,
-        temperature=run.temperature,
-        names=[(seed, task.group, copy) for copy in range(run.num_generations)],
-    )
+    names = [(run.seed_of(task.attempt), task.group, copy) for copy in range(run.num_generations)]
+    order = Order(examples=[example], copies=run.num_generations, temperature=run.temperature, names=names)
     drawer = RequestDrawer(draw_segment)
     [rollouts] = draw_episodes(
         agent, order, drawer, longest=run.max_completion_length, version=task.version, journal=agent.journal

@@ -1,6 +1,6 @@
 """Prompts with pictures as vLLM's /inference/v1/generate takes them: our ids, our pixels, and where they belong.
 
-vLLM would prepare a picture itself, by torchvision: other pixels where it is resized. Its `kwargs_data` is base64 of
+vLLM would prepare a picture itself, by torchvision: other pixels if it is resized. Its `kwargs_data` is base64 of
 msgpack: of each picture {name: {"data": [dtype, shape, bytes as extension 3], "field": [kind, its settings]}}.
 """
 
@@ -61,8 +61,8 @@ class VllmPictures:
         return {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}, "kwargs_data": {"image": data}}
 
     def _prepare(self, file: bytes) -> tuple[int, str, str]:
-        """Return how many ids stand for a picture's pieces, its hash, by which vLLM keeps what it has computed of it,
-        and the tower's inputs. Raises PictureError."""
+        """Return how many ids stand for a picture's pieces, its hash, by which vLLM keeps its results, and the
+        tower's inputs. Raises PictureError."""
         (inputs,) = self._processor.inputs([file])
         if inputs.keys() != {"pixel_values", "image_grid_thw"}:
             raise WorkerFailed(f"a vision tower that takes {', '.join(inputs)}: draw with --engine transformers")

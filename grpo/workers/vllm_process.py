@@ -136,7 +136,7 @@ class VllmServer:
         """Send a request. Raises requests.RequestException, also if the server is silent for `seconds`."""
         with requests.Session() as session:
             session.trust_env = False  # no proxy stands between this machine and itself
-            # A connection is for one request: vLLM closes what is idle for 5 s, perhaps while the next one is sent.
+            # A connection is for one request: vLLM closes one that is idle for 5 s, perhaps while the next one is sent.
             session.headers["Connection"] = "close"
             return session.request(method, self._url + path, json=json, timeout=(10.0, seconds))
 

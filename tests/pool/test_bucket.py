@@ -16,14 +16,13 @@ from conftest import running_server
 from pools import Pool
 from proxy import Plan, Proxy
 from servers import wait_until
-from stored import FOLDER, RUN, damage, put_file, put_version, sha, weights
+from stored import FOLDER, RUN, damage, put_file, put_version, sha, task_of, weights
 
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.pool import files as files_module
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.files import PIECE_BYTES, open_files
-from grpo.pool.protocol import Task
 from grpo.pool.store import Store
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.tensors import FilePart
@@ -148,9 +147,7 @@ def test_what_a_pool_names_no_other_drops(config, monkeypatch):
                 for number in range(10):
                     tries += until_stored(lambda number=number: put_version(first.store, number))
                     picture = weights(1000 + number)
-                    task = Task(
-                        group=number, attempt=0, version=number, prompt_ids=[5], columns="", pictures=(sha(picture),)
-                    )
+                    task = task_of(number, version=number, pictures=(sha(picture),))
                     tries += until_stored(
                         lambda task=task, data=picture: [put_file(first.store, data), first.store.put_tasks([task])]
                     )

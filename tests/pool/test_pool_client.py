@@ -12,11 +12,11 @@ from conftest import free_port
 from pools import RUN, running_pool
 from proxy import Proxy
 from servers import fake
-from stored import sha
+from stored import PROBE, sha, task_of
 
 from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError
 from grpo.pool.client import PoolClient, Retrier
-from grpo.pool.protocol import GroupResult, Probe, Task, Version
+from grpo.pool.protocol import GroupResult, Version
 
 pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
 
@@ -75,10 +75,7 @@ def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
         for ask in (client.versions, partial(client.take, [], 0), partial(client.results, "a", [], []), client.status):
             with pytest.raises(RequestFailure, match="sent a damaged answer"):
                 ask()
-    with (
-        answering(502, b"<html>Bad Gateway</html>") as url,
-        pytest.raises(RequestFailure, match="said 502: a web page"),
-    ):
+    with answering(502, b"<html>Bad Gateway</html>") as url, pytest.raises(RequestFailure, match="said 502: a web"):
         PoolClient(url).run()
     with pytest.raises(RequestFailure, match=r"cannot be reached \(Connection refused\)"):
         PoolClient(url).run()
@@ -151,42 +148,21 @@ def test_what_the_pool_refuses_is_sorted_by_what_helps(pool, tmp_path):
     assert client.run() == RUN
     with pytest.raises(ServerError, match="refused a request with 409: the pool is of run"):
         client.put_run(replace(RUN, run="f" * 16))
-    client.put_tasks([Task(group=0, attempt=0, version=0, prompt_ids=[5])])
+    client.put_tasks([task_of(0)])
     with pytest.raises(ServerError, match="refused a request with 409: group 0 has another prompt"):
-        client.put_tasks([Task(group=0, attempt=0, version=0, prompt_ids=[6])])
+        client.put_tasks([task_of(0, [6])])
+    data = b"weights"
+    version = Version(version=0, sha256=sha(data), size=len(data), whole=True, base=None, delta=None, probe=PROBE)
     with pytest.raises(RequestFailure, match="said 409: "):  # its file can still be sent
-        client.put_version(
-            Version(
-                version=0,
-                sha256="b" * 64,
-                size=10,
-                whole=True,
-                base=None,
-                delta=None,
-                probe=Probe(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]),
-            )
-        )
+        client.put_version(version)
     with pytest.raises(RequestFailure, match="said 409: what came is not what was announced"):
         client.send_file(b"0123456789", "b" * 64)
-    data = b"weights"
     client.send_file(data, sha(data))
-    client.put_version(
-        Version(
-            version=0,
-            sha256=sha(data),
-            size=len(data),
-            whole=True,
-            base=None,
-            delta=None,
-            probe=Probe(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]),
-        )
-    )
+    client.put_version(version)
     weights = [(0, sha(data))]
-    with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
-        client.results(
-            "a worker", [GroupResult(group=0, attempt=0, completions=[[2]], logprobs=[[-0.5]], versions=[[0]])], weights
-        )
     drawn = GroupResult(group=0, attempt=0, completions=[[2]] * 4, logprobs=[[-0.5]] * 4, versions=[[0]] * 4)
+    with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
+        client.results("a worker", [replace(drawn, completions=[[2]], logprobs=[[-0.5]], versions=[[0]])], weights)
     assert client.results("a worker", [drawn, drawn], weights) == ["accepted", "already there"]
     with pytest.raises(FileFailure, match="said 404: "):
         client.fetch_file("0" * 64, tmp_path / "file")

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from pools import BYTES, Pool
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load, save
 from servers import status, wait_until
-from stored import FOLDER, PROBE, RUN, drawn, sha, weights
+from stored import FOLDER, PROBE, RUN, drawn, sha, task_of, weights
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
@@ -32,11 +32,7 @@ from grpo.pool.store import Recording
 from grpo.pool.task_tensors import decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
 
-TASKS = [
-    Task(group=0, attempt=0, version=0, prompt_ids=[7, 8]),
-    Task(group=1, attempt=0, version=0, prompt_ids=[9]),
-    Task(group=2, attempt=0, version=1, prompt_ids=[7]),
-]
+TASKS = [task_of(0, [7, 8]), task_of(1, [9]), task_of(2, version=1)]
 
 
 @pytest.fixture
@@ -56,6 +52,11 @@ def begun(pool):
     return pool
 
 
+def asking(worker: str, room: int = 1, *holds: Task, wait: float = 0.0) -> bytes:
+    """The body of a worker's request for tasks."""
+    return Lease(worker=worker, room=room, holds=[[*task.key] for task in holds], wait=wait).to_json()
+
+
 @contextmanager
 def later(action):
     """Do something in another thread, a moment after what is inside has begun."""
@@ -72,10 +73,7 @@ def test_a_run_from_the_first_task_to_the_last_result(pool):
     assert (health["status"], health["task"], health["model"]) == ("ready", "rollouts", "")
     answer = pool.get("run")
     assert answer.refusal[:2] == (404, "no_run") and answer.headers["Retry-After"] == "2"
-    for path, body in (
-        ("tasks", encode_tasks(TASKS)),
-        ("lease", Lease(worker="w", room=1, holds=[], wait=0).to_json()),
-    ):
+    for path, body in (("tasks", encode_tasks(TASKS)), ("lease", asking("w"))):
         assert pool.post(path, body).refusal[1] == "no_run"
     assert pool.status()["errors"] == []  # a worker that waits for a trainer is no error
     assert pool.post("run", RUN.to_json()).status == pool.post("run", RUN.to_json()).status == 200
@@ -91,11 +89,7 @@ def test_a_run_from_the_first_task_to_the_last_result(pool):
     assert pool.take((0, 0), (1, 0)) == []
     assert pool.send(drawn(TASKS[0])) == ["accepted"]
     late = replace(drawn(TASKS[0]), logprobs=[[-9.0] * 2, [-9.0] * 4])
-    assert pool.send(drawn(TASKS[1]), late, drawn(Task(group=9, attempt=0, version=0, prompt_ids=[1]))) == [
-        "accepted",
-        "already there",
-        "not wanted",
-    ]
+    assert pool.send(drawn(TASKS[1]), late, drawn(task_of(9))) == ["accepted", "already there", "not wanted"]
     assert pool.take((1, 0), (9, 0), (0, 0)) == [drawn(TASKS[1]), drawn(TASKS[0])]
     assert json.loads(pool.get("/health").body)["model"] == "runs/a"
     assert pool.post("needed", version=1).status == 200 and pool.get("versions").body == b"[]"
@@ -105,7 +99,7 @@ def test_a_run_from_the_first_task_to_the_last_result(pool):
 def test_all_tasks_of_a_lease_are_of_one_version_which_it_names(begun):
     newer = begun.put_version(1)
     assert begun.lease(room=9) == TASKS[:2]
-    answer = begun.post("lease", Lease(worker="b", room=9, holds=[], wait=0).to_json())
+    answer = begun.post("lease", asking("b", 9))
     assert decode_tasks(answer.body, RUN.vocab_size) == TASKS[2:]
     expected = {"lease_seconds": "30", "run": RUN.run, "version": "1", "sha256": newer.sha256}
     assert read_tensors(answer.body)[1] == expected
@@ -115,27 +109,19 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     pool.put_file(FOLDER)
     pool.post("run", replace(RUN, in_flight_weight_updates=True).to_json())
     pool.put_version(1)
-    pool.post(
-        "tasks", encode_tasks([*TASKS, Task(group=9, attempt=0, version=3, prompt_ids=[7])])
-    )  # of versions 0, 0, 1 and 3
+    pool.post("tasks", encode_tasks([*TASKS, task_of(9, version=3)]))  # of versions 0, 0, 1 and 3
 
     def newest(room: int, *holds: Task) -> tuple:
-        answer = pool.post(
-            "lease", Lease(worker="w", room=room, holds=[[*task.key] for task in holds], wait=0).to_json()
-        )
+        answer = pool.post("lease", asking("w", room, *holds))
         named = read_tensors(answer.body)[1]
         return [task.key for task in decode_tasks(answer.body, RUN.vocab_size)], named["version"], named["sha256"]
 
-    def send(task: Task, *versions: int, weights=None):
+    def drawn_by(task: Task, *versions: int) -> GroupResult:
         ids = [[3, 4, 5, 2], [5, 6, 7, 8]]
-        drawn = GroupResult(
-            group=task.group,
-            attempt=task.attempt,
-            completions=ids,
-            logprobs=[[-0.5] * 4] * 2,
-            versions=[[*versions]] * 2,
-        )
-        return pool.send(drawn, weights=weights)
+        return replace(drawn(task), completions=ids, logprobs=[[-0.5] * 4] * 2, versions=[[*versions]] * 2)
+
+    def send(task: Task, *versions: int, weights=None):
+        return pool.send(drawn_by(task, *versions), weights=weights)
 
     assert newest(0) == ([], "1", sha(weights(1)))
     assert newest(2) == ([(0, 0), (1, 0)], "1", sha(weights(1)))
@@ -143,16 +129,13 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     pool.put_version(2)
     assert newest(0, *TASKS) == ([], "2", sha(weights(2)))
     assert send(TASKS[0], 1, 1, 2, 2) == ["accepted"]
-    wrong = GroupResult(
-        group=1, attempt=0, completions=[[3, 4, 5, 2]] * 2, logprobs=[[-0.5] * 4] * 2, versions=[[2, 1, 1, 1]] * 2
-    )
-    assert "by versions [1, 2]: the" in pool.results(wrong, name="x").refusal[2]
+    assert "by versions [1, 2]: the" in pool.results(drawn_by(TASKS[1], 2, 1, 1, 1), name="x").refusal[2]
     old = dict(pool.weights)
     pool.put_version(2, salt=7)  # the run went back: what is being drawn may have tokens of what is gone
     assert send(TASKS[1], 1, 1, 1, 2, weights=old) == ["not wanted"]
     assert pool.take((0, 0)) == []  # it had such tokens
     assert newest(9) == ([task.key for task in TASKS], "2", sha(weights(9)))
-    newer = replace(wrong, versions=[[1, 1, 2, 2]] * 2)
+    newer = drawn_by(TASKS[1], 1, 1, 2, 2)
     assert pool.send(newer, weights=old) == ["not wanted"]
     # A worker whose engine had both: its label says 2 of either.
     both = encode_drawn([newer], [*pool.weights.items(), (2, old[2])])
@@ -165,9 +148,7 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
 def test_workers_that_draw_many_groups_share_them(begun):
     begun.send(*map(drawn, TASKS[:2]))
     assert begun.lease("idle", room=0) == begun.lease("b", room=32) == []  # b waits for tasks, the other one does not
-    begun.post(
-        "tasks", encode_tasks([Task(group=group, attempt=0, version=0, prompt_ids=[7]) for group in range(10, 20)])
-    )
+    begun.post("tasks", encode_tasks([task_of(group) for group in range(10, 20)]))
     first = begun.lease("a", room=32)
     assert [task.group for task in first] == [10, 11, 12, 13, 14]
     keys = [task.key for task in first]
@@ -224,9 +205,7 @@ def test_a_worker_whose_uploads_are_refused_is_set_apart(begun, caplog):
         answer = begun.results(drawn(TASKS[1]), wrong, name=name)
         assert answer.refusal[:2] == (422, "wrong_completions") and "a log-prob is above 0" in answer.refusal[2]
     assert begun.take((1, 0)) == []  # nothing of a refused upload is kept
-    lease = begun.post(
-        "lease", Lease(worker=name, room=1, holds=[[0, 0]], wait=0).to_json()
-    )  # it holds nothing, whatever it says
+    lease = begun.post("lease", asking(name, 1, TASKS[0]))  # it holds nothing, whatever it says
     for answer in (lease, begun.results(drawn(TASKS[0]), name=name)):
         status, code, message = answer.refusal
         assert (status, code) == (403, "set_apart") and name in message and "a log-prob is above 0" in message
@@ -244,10 +223,7 @@ def test_a_worker_that_draws_by_other_weights_than_it_says_is_set_apart(begun, c
     shown = {worker["name"]: (worker["state"], worker["drift"]) for worker in begun.status()["workers"]}
     assert shown == {"right": ("waiting", 0.04), "wrong": ("apart", 0.58)}
     assert "worker 'wrong' is suspended: its log-probs are 0.58 nats a token from the trainer's" in caplog.text
-    assert begun.post("lease", Lease(worker="wrong", room=1, holds=[], wait=0).to_json()).refusal[:2] == (
-        403,
-        "set_apart",
-    )
+    assert begun.post("lease", asking("wrong")).refusal[:2] == (403, "set_apart")
     for damaged in ({}, {"groups": [[0, -1, 6]]}, {"groups": [[0, 0.1, 0]]}, {"groups": [[0.5, 0.1, 6]]}):
         assert begun.post("drift", json.dumps(damaged).encode()).refusal[:2] == (400, "malformed")
 
@@ -299,10 +275,8 @@ def test_a_journal_is_of_a_task_without_completions_and_of_the_weights_that_draw
     begun.put_version(0, salt=100)
     assert read(TASKS[1]) == b"" and not add(lines[0], TASKS[1])
     for line, changes in ((b'{"ids"', {}), (b"", {}), (lines[0], {"weights": "x"}), (lines[0], {"group": "-1"})):
-        assert begun.post("journal", line, **asked(TASKS[1]) | {"worker": "w"} | changes).refusal[:2] == (
-            400,
-            "malformed",
-        )
+        refusal = begun.post("journal", line, **asked(TASKS[1]) | {"worker": "w"} | changes).refusal
+        assert refusal[:2] == (400, "malformed")
     begun.service.leases.refused("w", [], "so")
     begun.service.leases.refused("w", [], "so")
     assert begun.post("journal", lines[0], **asked(TASKS[1]), worker="w").refusal[:2] == (403, "set_apart")
@@ -407,10 +381,7 @@ POOL = ["--task", "rollouts", "--pool_file", "x"]
         (["--task", "reward", "--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
         ([*POOL, "--pool_url", "postgresql://h/d"], "leave out pool_file, or this"),
         ([*POOL[:2], "--pool_url", "postgresql://h/d"], "pool_folder=None: name one that its pools share"),
-        (
-            [*POOL[:2], "--pool_url", "mysql://h/d"],
-            "pool_url='mysql://h/d': write it as postgresql://USER@HOST/DATABASE",
-        ),
+        ([*POOL[:2], "--pool_url", "mysql://h/d"], "pool_url='mysql://h/d': write it as postgresql://USER@HOST/"),
         ([*POOL, "--pool_folder", "s3://b/p"], "pool_folder='s3://b/p': a bucket needs a pool_url: name a folder"),
         ([*POOL, "--update_folder", "y"], "update_folder='y': it does nothing without task logprobs"),
         ([*POOL, "--estimate"], "estimate=True: it does nothing without task logprobs"),
@@ -445,17 +416,10 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
         answered = []
 
         def fill() -> None:
-            for group in range(10**6):
-                try:
-                    if (
-                        post(
-                            server, "tasks", encode_tasks([Task(group=group, attempt=0, version=0, prompt_ids=[7])])
-                        ).status_code
-                        == 200
-                    ):
+            with suppress(requests.RequestException):
+                for group in range(10**6):
+                    if post(server, "tasks", encode_tasks([task_of(group)])).status_code == 200:
                         answered.append(group)
-                except requests.RequestException:
-                    return
 
         filling = threading.Thread(target=fill)
         filling.start()
@@ -474,7 +438,7 @@ def test_what_was_answered_200_is_there_after_a_sigkill_and_after_a_stop(tmp_pat
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         gone = 'grpo_ref_requests_total{path="/v1/rollouts/groups",status="499"} 1.0'
         wait_until(lambda: gone in requests.get(f"{server.url}/metrics", timeout=5).text)
-        answers, body = [], Lease(worker="w", room=1, holds=[], wait=30).to_json()
+        answers, body = [], asking("w", wait=30)
         thread = threading.Thread(target=lambda: answers.append(post(server, "lease", body)))
         thread.start()
         wait_until(lambda: status(server)["workers"])

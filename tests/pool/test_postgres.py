@@ -5,18 +5,19 @@ tests/pool/test_store.py and test_pool_server.py hold for both engines.
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import psycopg
 import pytest
 from pools import PROMPTS, RUN, Pool
-from stored import FOLDER, damage, drawn, put_file, put_version
+from stored import FOLDER, damage, put_version, task_of
 
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
-from grpo.pool.protocol import GroupResult, Lease, Task
+from grpo.pool.protocol import GroupResult, Lease
 from grpo.pool.store import Store
 
-TASKS = [Task(group=group, attempt=0, version=0, prompt_ids=PROMPTS[group % len(PROMPTS)]) for group in range(60)]
+TASKS = [task_of(group, PROMPTS[group % len(PROMPTS)]) for group in range(60)]
 
 
 @pytest.fixture
@@ -52,10 +53,7 @@ def test_no_task_is_leased_twice_and_the_first_result_stays(pools):
     assert first.send(result(0), name="a") == ["accepted"] and second.send(result(0), name="b") == ["already there"]
     assert second.take((0, 0)) == [result(0)] == first.take((0, 0))
     # Both had found none: the second that stores it changes nothing.
-    task, late = (
-        TASKS[1],
-        GroupResult(group=1, attempt=0, completions=[[9, 2]] * 4, logprobs=[[-0.5, -0.25]] * 4, versions=[[0, 0]] * 4),
-    )
+    task, late = TASKS[1], replace(result(1), completions=[[9, 2]] * 4)
     assert first.service.store.add_results([(task, result(1))], "a") == {(1, 0)}
     assert second.service.store.add_results([(task, late)], "b") == set()
     assert first.take((1, 0)) == [result(1)]
@@ -135,18 +133,3 @@ def test_a_database_that_is_away_or_only_read_for_a_while_ends_no_pool(postgres,
     assert pool.post("run", RUN.to_json()).status == 200 and pool.service.death is None
     assert "is connected again" in caplog.text
     pool.service.close()
-
-
-def test_a_row_that_was_changed_is_never_read_as_something_else(config):
-    faults: list[ConfigError] = []
-    with closing(Store(config.pool_url, faults.append, config.pool_folder)) as store:
-        put_file(store, FOLDER)
-        store.set_run(RUN)
-        put_version(store, 0)
-        store.put_tasks(TASKS[:2])
-        store.add_results([(TASKS[0], drawn(TASKS[0]))], "w")
-        with psycopg.connect(config.pool_url, autocommit=True) as connection:
-            connection.execute("UPDATE tasks SET drawn = drawn || 'x'::bytea WHERE group_id = 0")
-        with pytest.raises(Exception, match="is damaged or gone: the pool is ending"):
-            store.results([(0, 0)], 1)
-    assert "group 0, attempt 0 is damaged (its checksum differs)" in str(faults[0])

@@ -9,15 +9,15 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
-from stored import run_info
+from stored import PROBE, run_info, task_of
 
-from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version, check_drawn
+from grpo.pool.protocol import GroupResult, Lease, RunInfo, Version, check_drawn
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTools
 
 RUN = run_info()
-TASKS = [Task(group=5, attempt=0, version=3, prompt_ids=[7, 8, 9]), Task(group=6, attempt=2, version=3, prompt_ids=[1])]
+TASKS = [task_of(5, [7, 8, 9], version=3), task_of(6, [1], attempt=2, version=3)]
 DRAWN = GroupResult(
     group=5,
     attempt=0,
@@ -39,11 +39,8 @@ NAN = math.nan
 
 
 ADDED = "in_flight_weight_updates", "turns", "agent", "processor"  # fields that a run may lack
-PICTURED_TASKS = [
-    replace(TASKS[0], pictures=("ab" * 32, "cd" * 32)),
-    TASKS[1],
-    replace(TASKS[1], pictures=("ab" * 32,)),
-]
+PICTURED_TASKS = [replace(TASKS[0], pictures=("ab" * 32, "cd" * 32)), TASKS[1]]
+PICTURED_TASKS += [replace(TASKS[1], pictures=("ab" * 32,))]
 
 
 def calling(arguments):
@@ -51,15 +48,9 @@ def calling(arguments):
     return {"role": "assistant", "content": "é", "tool_calls": [call]}
 
 
-CALL = calling({})
+CALL, ANSWER = calling({}), {"role": "tool", "content": ""}
 OUTCOMES = [
-    Outcome(
-        finished=True,
-        messages=[CALL, {"role": "tool", "content": ""}],
-        tool_calls=2,
-        tool_failures=1,
-        rewards={"Guess": 0.5},
-    ),
+    Outcome(finished=True, messages=[CALL, ANSWER], tool_calls=2, tool_failures=1, rewards={"Guess": 0.5}),
     Outcome(finished=False, messages=[{"role": "assistant", "content": "\U0001f600"}]),
 ]
 ANSWERED = GroupResult(
@@ -72,15 +63,7 @@ ANSWERED = GroupResult(
     outcomes=OUTCOMES,
 )
 PLAIN = load(encode_tasks(TASKS))
-VERSION = Version(
-    version=3,
-    sha256="b" * 64,
-    size=1000,
-    whole=False,
-    base=2,
-    delta="c" * 64,
-    probe=Probe(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5]),
-)
+VERSION = Version(version=3, sha256="b" * 64, size=1000, whole=False, base=2, delta="c" * 64, probe=PROBE)
 
 
 def test_everything_comes_back_as_it_was_sent():
@@ -95,16 +78,8 @@ def test_everything_comes_back_as_it_was_sent():
     pictured = replace(VERSION, probe=replace(VERSION.probe, pictures=("ab" * 32,)))
     for version in (VERSION, pictured):
         assert Version.of_fields(json.loads(version.to_json())) == version
-    lease = Lease(
-        worker="box",
-        room=3,
-        holds=[[5, 0]],
-        wait=20.0,
-        card="4090",
-        version=2,
-        message="drawing",
-        tokens_per_second=12.5,
-    )
+    lease = Lease(worker="box", room=3, holds=[[5, 0]], wait=20.0)
+    lease = replace(lease, card="4090", version=2, message="drawing", tokens_per_second=12.5)
     assert Lease.of_json(lease.to_json()) == lease
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_file, put_version, sha, weights
+from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_file, put_version, sha, task_of, weights
 
 from grpo.client.server_errors import ServersLost
 from grpo.config.errors import ConfigError
@@ -86,11 +86,8 @@ def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
     kept.rename(f"{kept}.part")  # as of a pool that was killed behind the last piece
     with closing(Store(path, damage)) as store:
         assert store.files.size(sha(data)) is None
-        assert (
-            store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), b"")
-            == len(data)
-            == store.files.size(sha(data))
-        )
+        assert store.files.add(FilePart(sha256=sha(data), size=len(data), offset=0), b"") == len(data)
+        assert store.files.size(sha(data)) == len(data)
         other = weights(3)
         store.files.add(FilePart(sha256=sha(other), size=len(other), offset=0), other[:4000])
         with pytest.raises(ProtocolError, match="SHA-256 differs") as refusal:
@@ -107,9 +104,8 @@ def test_the_first_run_stays(store):
     store.set_run(RUN)
     store.set_run(replace(RUN, name="runs/resumed"))
     for changes in ({"run": "f" * 16}, {"base_weights": "f" * 64}, {"turns": WITH_TURNS.turns}):
-        with pytest.raises(
-            ProtocolError, match="of run runs/a: start the pool with another --pool_file or --pool_url"
-        ) as refusal:
+        remedy = "start the pool with another --pool_file or --pool_url"
+        with pytest.raises(ProtocolError, match=f"of run runs/a: {remedy}") as refusal:
             store.set_run(replace(RUN, **changes))
         assert refusal.value.code == "other_run" and store.run() == RUN
 
@@ -117,9 +113,7 @@ def test_the_first_run_stays(store):
 def test_a_folder_that_was_given_is_of_one_run(store, pool_config, tmp_path):
     store.set_run(RUN)
     with closing(Store(str(tmp_path / "other.sqlite"), damage, pool_config.pool_folder)) as other:
-        with pytest.raises(
-            ProtocolError, match="files has the files of run runs/a: .* another --pool_folder"
-        ) as refusal:
+        with pytest.raises(ProtocolError, match="has the files of run runs/a: .* another --pool_folder") as refusal:
             other.set_run(replace(RUN, run="f" * 16, name="runs/b"))
         assert refusal.value.code == "other_run" and other.known_run() is None
     store.set_run(replace(RUN, name="runs/resumed"))
@@ -184,13 +178,8 @@ def test_a_file_that_is_still_coming_in_stays_and_an_abandoned_one_goes(store, m
 
 def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(store):
     store.set_run(RUN)
-    tasks = [
-        Task(group=3, attempt=0, version=1, prompt_ids=[9]),
-        Task(group=1, attempt=1, version=0, prompt_ids=[5, 6]),
-        Task(group=1, attempt=0, version=0, prompt_ids=[5, 6]),
-        Task(group=0, attempt=0, version=1, prompt_ids=[7]),
-        Task(group=8, attempt=0, version=2, prompt_ids=[1]),
-    ]
+    tasks = [task_of(3, [9], version=1), task_of(1, [5, 6], attempt=1), task_of(1, [5, 6])]
+    tasks += [task_of(0, version=1), task_of(8, [1], version=2)]
     store.put_tasks(tasks)
     store.put_tasks(tasks)
     assert store.free_tasks(10) == []  # no version is here
@@ -212,8 +201,8 @@ def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(st
 def test_rounds_are_counted_from_the_newest(store):
     assert store.rounds(3) == []
     store.set_run(RUN)
-    tasks = [Task(group=group, attempt=0, version=group // 2, prompt_ids=[group]) for group in range(9)]
-    store.put_tasks([*tasks, Task(group=6, attempt=1, version=3, prompt_ids=[6])])
+    tasks = [task_of(group, version=group // 2) for group in range(9)]
+    store.put_tasks([*tasks, task_of(6, attempt=1, version=3)])
     store.add_results([(task, drawn(task)) for task in tasks[:7]], "w")
     # round, the lowest and highest version of its tasks, tasks, drawn ones, their tokens
     rounds = [[4, 4, 4, 1, 0, 0], [3, 3, 3, 3, 1, 6], [2, 2, 2, 2, 2, 12]]
@@ -223,10 +212,7 @@ def test_rounds_are_counted_from_the_newest(store):
 def test_the_pictures_of_tasks_must_be_there_and_stay(path, monkeypatch):
     monkeypatch.setattr(files_module, "_ABANDONED_SECONDS", 0)
     file, other = weights(11), weights(12)
-    task, missing = (
-        Task(group=1, attempt=0, version=0, prompt_ids=[5, 6], pictures=(sha(file), sha(file))),
-        Task(group=2, attempt=0, version=0, prompt_ids=[5], pictures=(sha(other),)),
-    )
+    task, missing = task_of(1, pictures=(sha(file), sha(file))), task_of(2, pictures=(sha(other),))
     with closing(Store(path, damage)) as store:
         store.set_run(RUN)
         put_file(store, file)
@@ -247,17 +233,17 @@ def test_the_pictures_of_tasks_must_be_there_and_stay(path, monkeypatch):
 @pytest.mark.parametrize("changes", [{"prompt_ids": [5]}, {"columns": "{}"}, {"version": 1}])
 def test_a_task_with_other_content_is_refused(store, changes):
     store.set_run(RUN)
-    task = Task(group=1, attempt=0, version=0, prompt_ids=[5, 6])
+    task = task_of(1)
     store.put_tasks([task])
     store.add_results([(task, drawn(task))], "w")
     with pytest.raises(ProtocolError, match="group 1 has another prompt, row or version") as refusal:
-        store.put_tasks([Task(group=2, attempt=0, version=0, prompt_ids=[1]), replace(task, **changes)])
+        store.put_tasks([task_of(2), replace(task, **changes)])
     assert refusal.value.code == "other_run" and store.find_task((2, 0)) == (None, None)
     assert found(store, 1, 0) == (task, True)
 
 
 def test_what_a_run_with_turns_needs_is_kept(path):
-    task = Task(group=1, attempt=0, version=0, prompt_ids=[5, 6], columns='{"secret": "é"}')
+    task = task_of(1, columns='{"secret": "é"}')
     with closing(Store(path, damage)) as store:
         store.set_run(WITH_TURNS)
         put_version(store, 0)
@@ -275,11 +261,7 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_
     store.set_run(RUN)
     for number in range(4):
         put_version(store, number)
-    tasks = [
-        Task(group=number, attempt=attempt, version=number, prompt_ids=[7])
-        for number in range(4)
-        for attempt in range(2)
-    ]
+    tasks = [task_of(number, attempt=attempt, version=number) for number in range(4) for attempt in range(2)]
     store.put_tasks(tasks)
     store.add_results([(task, drawn(task)) for task in tasks], "w")
     old = store.versions()
@@ -297,9 +279,7 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_
 def test_what_a_dropped_version_drew_goes_where_the_version_comes_again_with_other_weights(store):
     store.set_run(replace(RUN, in_flight_weight_updates=True))
     made = [put_version(store, number) for number in range(4)]
-    tasks = [
-        Task(group=group, attempt=0, version=version, prompt_ids=[7]) for group, version in enumerate([0, 0, 1, 2, 3])
-    ]
+    tasks = [task_of(group, version=version) for group, version in enumerate([0, 0, 1, 2, 3])]
     store.put_tasks(tasks)
     results = [(task, drawn(task)) for task in tasks]
     results[1] = (tasks[1], replace(results[1][1], versions=[[0, 0], [0, 0, 0, 2]]))  # of version 0 and later ones
@@ -317,7 +297,7 @@ def test_what_a_dropped_version_drew_goes_where_the_version_comes_again_with_oth
 
 
 def test_a_recording_reads_while_the_pool_writes_and_after_and_where_nothing_can_be_written(path, tmp_path):
-    task = Task(group=1, attempt=0, version=0, prompt_ids=[5, 6])
+    task = task_of(1)
     with closing(Store(path, damage)) as store:
         store.set_run(RUN)
         store.put_tasks([task])
@@ -365,7 +345,7 @@ def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
 def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
     with closing(Store(path, damage)) as store:
         store.set_run(RUN)
-        store.put_tasks([Task(group=group, attempt=0, version=0, prompt_ids=[7] * 100) for group in range(500)])
+        store.put_tasks([task_of(group, [7] * 100) for group in range(500)])
         put_file(store, weights(0, 10**6))
     whole, faults = Path(path).read_bytes(), []
     for wrong in (whole[: len(whole) // 2], whole[:PAGE] + bytes(len(whole) - PAGE)):
@@ -389,10 +369,7 @@ def test_a_flipped_bit_is_never_read_as_something_else(path):
     with closing(Store(path, damage)) as store:
         store.set_run(WITH_TURNS)
         put_version(store, 0)
-        tasks = [
-            Task(group=group, attempt=0, version=0, prompt_ids=[7, 300 + group], columns='{"secret": "é"}')
-            for group in range(6)
-        ]
+        tasks = [task_of(group, [7, 300 + group], columns='{"secret": "é"}') for group in range(6)]
         store.put_tasks(tasks)
         store.add_results([(task, answered(task)) for task in tasks[:5]], "wörker")
     whole, draw, refusals = Path(path).read_bytes(), random.Random(0), []
@@ -420,10 +397,7 @@ def test_a_flipped_bit_is_never_read_as_something_else(path):
     assert len(refusals) > 300 and all(refusal.startswith(f"replay={path!r}: ") for refusal in refusals)
     Path(path).write_bytes(whole.replace(encode_drawn([answered(tasks[2])]), encode_drawn([answered(tasks[3])])))
     faults: list[ConfigError] = []
-    with (
-        closing(Store(path, faults.append)) as store,
-        pytest.raises(ProtocolError, match="is damaged or gone: the pool"),
-    ):
+    with closing(Store(path, faults.append)) as store, pytest.raises(ProtocolError, match="is damaged or gone: the"):
         store.results([(2, 0)], 1)
     is_damaged = "group 2, attempt 0 is damaged (its checksum differs): name another file, or a copy of this one"
     assert str(faults[0]) == f"pool_file={path!r}: {is_damaged}"
@@ -445,7 +419,7 @@ def test_nothing_is_accepted_into_a_file_that_is_gone_or_replaced(path, tmp_path
         if is_replaced:
             (tmp_path / name).write_bytes((tmp_path / "moved").read_bytes())
         with pytest.raises(ProtocolError, match="run.sqlite' is damaged or gone: the pool is ending") as refusal:
-            store.put_tasks([Task(group=0, attempt=0, version=0, prompt_ids=[7])])
+            store.put_tasks([task_of(0)])
         assert refusal.value.status == 503 and store.count_open() == 0
     assert str(faults[0]).startswith(f"pool_file={path!r}: {tmp_path / name} was moved, replaced or deleted")
 
@@ -461,11 +435,10 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("pool_config", ["file"], indirect=True)
 def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, small_disk):
     store.set_run(RUN)
-    kept = Task(group=0, attempt=0, version=0, prompt_ids=[7])
-    store.put_tasks([kept])
+    store.put_tasks([task_of(0)])
     small_disk(1 << 20)
     data = weights(1, 3 << 20)
-    tasks = [Task(group=group, attempt=0, version=0, prompt_ids=[7] * 1000) for group in range(1, 1000)]
+    tasks = [task_of(group, [7] * 1000) for group in range(1, 1000)]
     for attempt in (lambda: put_file(store, data), lambda: store.put_tasks(tasks)):
         with pytest.raises(ProtocolError, match="its disk may be full") as refusal:
             attempt()
@@ -499,7 +472,7 @@ store.set_run(RUN)
 put_version(store, 0)
 first = int(sys.argv[2])
 for group in range(first, first + 10**6):
-    task = Task(group=group, attempt=0, version=0, prompt_ids=[7, group % 100])
+    task = task_of(group)
     store.put_tasks([task])
     data = weights(group, 300_000)
     put_file(store, data)
@@ -514,9 +487,8 @@ def test_what_was_stored_is_there_after_every_sigkill(path):
     draw, done = random.Random(0), -1
     for _ in range(4):
         stop = done + draw.randint(1, 12)
-        with subprocess.Popen(
-            [sys.executable, "-c", script, path, str(done + 1)], stdout=subprocess.PIPE, text=True
-        ) as process:
+        command = [sys.executable, "-c", script, path, str(done + 1)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:
                 done = int(line)
                 if done == stop:
@@ -524,9 +496,7 @@ def test_what_was_stored_is_there_after_every_sigkill(path):
         assert process.returncode == -signal.SIGKILL
         with closing(Recording(path)) as recording:
             for group in range(done + 1):
-                assert recording.find((group, 0))[1] == drawn(
-                    Task(group=group, attempt=0, version=0, prompt_ids=[7, group % 100])
-                )
+                assert recording.find((group, 0))[1] == drawn(task_of(group))
     with closing(Store(path, damage)) as store:
         assert all(store.files.size(sha(weights(group, 300_000))) == 300_000 for group in range(done + 1)) and done > 3
     with closing(sqlite3.connect(path)) as connection:

@@ -127,10 +127,8 @@ def top_k(draw, body):
     """A number of likeliest tokens that is none, is too many, or has another meaning elsewhere."""
     wrong = ["-1", "257", "00", "+7", "7.0", "1e1", " 7", "7\n", "\u0667", "", "x" * 5000, "9" * 5000, "true", "\ud800"]
     header, data = split(body)
-    header["__metadata__"] = {
-        **header.get("__metadata__", {}),
-        draw.choice(["top_k"] * 4 + ["Top_K"]): draw.choice(wrong),
-    }
+    name = draw.choice(["top_k"] * 4 + ["Top_K"])
+    header["__metadata__"] = {**header.get("__metadata__", {}), name: draw.choice(wrong)}
     return join(header, data)
 
 

@@ -123,9 +123,7 @@ def test_a_picture_may_have_as_many_pixels_as_the_limit_and_no_more(monkeypatch)
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from(
-        [encoded(), encoded(kind="JPEG"), encoded(DRAWN.convert("P")), encoded(kind="JPEG", progressive=True)]
-    ),
+    st.sampled_from([PNG, JPEG, encoded(DRAWN.convert("P")), encoded(kind="JPEG", progressive=True)]),
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=5),
     st.integers(0, 500),
 )

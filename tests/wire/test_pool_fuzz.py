@@ -20,7 +20,7 @@ from hypothesis import given, note, settings
 from pools import Pool
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
-from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, drawn, sha, weights
+from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, drawn, sha, task_of, weights
 from test_fuzz import ON_BYTES, QUIET, SEEDS, check_refusal, nothing
 
 from grpo.config.server import ServerConfig
@@ -36,7 +36,7 @@ CODES = {
     413: {"too_many_tasks", "too_many_groups"},
     422: {"wrong_completions"},
 }
-TASKS = [Task(group=group, attempt=0, version=0, prompt_ids=[7, group % 40]) for group in range(120)]
+TASKS = [task_of(group, [7, group % 40]) for group in range(120)]
 DELTA = weights(7, 100)
 ODD = [None, True, False, -1, 0, 1, 3, 1.5, -0.5, float("nan"), float("inf"), 2**31, 2**63, 10**400, "", "x", "\ud800"]
 ODD += ["0" * 64, "é" * 128, "x" * 129, "\x00", [], {}, [[]], [[0, 0]], [[0]], [[0, 0], None], [["0", 0]], {"a": 1}]
@@ -60,25 +60,14 @@ def valid(draw: random.Random, run: RunInfo) -> tuple[str, dict, bytes]:
     groups, drew = [(answered if run.turns else drawn)(task) for task in tasks], (version, later)
     body = encode_drawn(groups, [(version.version, version.sha256) for version in drew])
     results = "results", {"worker": name}, body
+    lease = Lease(worker=name, room=draw.choice([0, 1, 5]), holds=[[0, 0]], wait=0.0, message="says")
+    lease = replace(lease, card="card", version=0, tokens_per_second=1.5)
     return draw.choice(
         [
             *[results] * 4,
             ("run", {}, run.to_json()),
             ("tasks", {}, encode_tasks(tasks)),
-            (
-                "lease",
-                {},
-                Lease(
-                    worker=name,
-                    room=draw.choice([0, 1, 5]),
-                    holds=[[0, 0]],
-                    wait=0.0,
-                    card="card",
-                    version=0,
-                    message="says",
-                    tokens_per_second=1.5,
-                ).to_json(),
-            ),
+            ("lease", {}, lease.to_json()),
             ("groups", {}, json.dumps({"groups": [[0, 0], [1, 0]], "wait": 0}).encode()),
             ("versions", {}, draw.choice([version, later]).to_json()),
             ("needed", {"version": "0"}, b""),

@@ -14,9 +14,7 @@ from grpo.wire.rewards import RewardAnswer, RewardRequest
 CHAT = [{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": "one"}]
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"[]", b"{}", b'{"scores": [1.0]}', b'{"scores": [1.0, NaN]}', b'{"scores": 2}']
-)
+@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"scores": [1.0]}', b'{"scores": [1.0, NaN]}'])
 def test_an_answer_that_is_not_two_scores_is_refused(answer):
     with pytest.raises(ProtocolError):
         RewardAnswer.from_json(answer, 2)

@@ -16,7 +16,7 @@ from plain_engine import PlainEngine
 from pools import PROMPTS, Trainer, running_pool
 from rounding import assert_rounded
 from servers import exact, wait_until
-from stored import run_info
+from stored import run_info, task_of
 from transformers import GenerationConfig
 
 from grpo.config.errors import ConfigError, RewardError
@@ -79,10 +79,8 @@ def sampling(trainer: Trainer, turns=None):
 
     def draw(task: Task) -> list[Rollout]:
         prompt, columns = trainer.tokenizer.decode(task.prompt_ids), json.loads(task.columns or "{}")
-        example, seed = (
-            Example(index=0, prompt=prompt, prompt_ids=task.prompt_ids, columns=columns),
-            run.seed + (task.attempt << 32),
-        )
+        example = Example(index=0, prompt=prompt, prompt_ids=task.prompt_ids, columns=columns)
+        seed = run.seed + (task.attempt << 32)
         return sampler.sample([example], run.num_generations, run.temperature, seed, ids=[task.group])[0]
 
     return draw
@@ -153,10 +151,7 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
     changes = {"turns": of_run, "max_completion_length": 80}
     trainer = Trainer(PoolClient(pool.url), folder, tmp_path / "trainer", **changes)
     trainer.publish(0)
-    tasks = [
-        Task(group=group, attempt=0, version=0, prompt_ids=prompt, columns=json.dumps({"secret": group}))
-        for group, prompt in enumerate(PROMPTS)
-    ]
+    tasks = [task_of(group, prompt, columns=json.dumps({"secret": group})) for group, prompt in enumerate(PROMPTS)]
     trainer.client.put_tasks(tasks)
     with working(pool, tmp_path / "none", PlainEngine()) as (_, ended):
         wait_until(lambda: ended)
@@ -173,17 +168,14 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
                 assert rollout.outcome == drawn.outcomes[row]
                 answers += rollout.turns - 1
         assert answers > 10
-        trainer.client.put_tasks(
-            [Task(group=20, attempt=0, version=0, prompt_ids=PROMPTS[0], columns='{"secret": "none"}')]
-        )
+        trainer.client.put_tasks([task_of(20, columns='{"secret": "none"}')])
         wait_until(lambda: ended)
     assert isinstance(ended[0], RewardError) and str(ended[0]).startswith(f"environment='{environment}': reset")
     turns.close()
 
 
-def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time_also_with_a_slow_pool(
-    pool, trainer, tmp_path, monkeypatch
-):
+def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time(pool, trainer, tmp_path, monkeypatch):
+    """Also with a slow pool."""
     engine, send, is_quick = PlainEngine(capacity=3, holds=True), PoolClient.results, threading.Event()
     monkeypatch.setattr(PoolClient, "results", lambda *arguments: is_quick.wait() and send(*arguments))
     trainer.publish(0)
@@ -238,9 +230,7 @@ def test_leases_live_while_the_engine_is_busy(pool, trainer, tmp_path, monkeypat
         engine.go.set()
 
 
-def test_a_worker_in_the_middle_of_a_group_leaves_those_of_other_weights_to_others(
-    pool, trainer, tmp_path, monkeypatch
-):
+def test_a_worker_within_a_group_leaves_those_of_other_weights_to_others(pool, trainer, tmp_path, monkeypatch):
     def recorded(client: PoolClient, request: Lease):
         leased = lease(client, request)
         given.extend(task.group for task in leased.tasks)
@@ -321,9 +311,7 @@ def test_between_groups_an_engine_takes_the_newest_version_whatever_the_tasks(po
     assert drawn[-1][1].versions[0][0] == 4
 
 
-def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_before_their_proof(
-    pool, rolling, tmp_path, caplog
-):
+def test_weights_are_loaded_while_it_draws_and_nothing_is_sent_before_their_proof(pool, rolling, tmp_path, caplog):
     engine = PlainEngine(capacity=2, loads_in_flight=True, holds=True)
     rolling.publish(0)
     tasks = rolling.put_tasks(0, range(2))  # the engine is full
@@ -436,16 +424,7 @@ def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_pat
 
 def test_an_engine_that_starts_again_after_a_failed_draw_holds_one_model(model_folder, model, tokenizer):
     """The failure has frames, and they have the model: a card would have room for one."""
-    ends = sorted(eos_token_ids(model, tokenizer))
-    run = run_info(
-        run="0" * 16,
-        name="run",
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=ends,
-        temperature=1.0,
-        seed=0,
-        model_files="0" * 64,
-    )
+    run = run_info(eos_token_ids=sorted(eos_token_ids(model, tokenizer)))
     engine = TransformersEngine(WorkerConfig(pool="http://127.0.0.1:1"))
     engine.start(run, model_folder, 0)
     held = weakref.ref(engine._model)
@@ -457,7 +436,7 @@ def test_an_engine_that_starts_again_after_a_failed_draw_holds_one_model(model_f
     gc.disable()
     try:
         with pytest.raises(EngineError, match="out of memory"):
-            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=[5]))
+            engine.draw(task_of(0))
         engine.close()
         engine.start(run, model_folder, 0)
         assert held() is None

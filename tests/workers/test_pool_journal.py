@@ -4,9 +4,8 @@ import threading
 from concurrent.futures import Future
 
 import pytest
-from pools import PROMPTS
 from servers import wait_until
-from stored import FOLDER, PROBE, RUN, sha, weights
+from stored import FOLDER, PROBE, RUN, sha, task_of, weights
 
 from grpo.client.server_errors import ServerError
 from grpo.data.records import Outcome, Rollout
@@ -17,7 +16,7 @@ from grpo.workers.pool_journal import PoolJournal
 
 pytestmark = pytest.mark.slow
 
-TASKS = [Task(group=group, attempt=group % 2, version=0, prompt_ids=PROMPTS[group]) for group in range(3)]
+TASKS = [task_of(group, attempt=group % 2) for group in range(3)]
 ENDED = Rollout(
     completion_ids=[],
     finished=True,

@@ -7,25 +7,15 @@ from concurrent.futures import Future
 
 import pytest
 from scripted_turns import Scripted, by_parity, count_answers
-from stored import TURNS, run_info
+from stored import TURNS, run_info, task_of
 
 from grpo.config.errors import RewardError
 from grpo.data.records import Outcome
-from grpo.pool.protocol import Task, check_drawn
+from grpo.pool.protocol import check_drawn
 from grpo.workers.engine import WorkerTools, draw_in_turns
 
-RUN = run_info(
-    run="0" * 16,
-    name="run",
-    num_generations=8,
-    max_completion_length=40,
-    temperature=1.0,
-    seed=0,
-    model_files="0" * 64,
-    in_flight_weight_updates=True,
-    turns=TURNS,
-)
-TASK = Task(group=3, attempt=0, version=0, prompt_ids=[5, 6, 7], columns='{"secret": 1}')
+RUN = run_info(num_generations=8, max_completion_length=40, in_flight_weight_updates=True, turns=TURNS)
+TASK = task_of(3, [5, 6, 7], columns='{"secret": 1}')
 
 
 def drawer():

@@ -29,14 +29,14 @@ from processes import left_of
 from safetensors.torch import load_file, save_file
 from scripted_turns import Scripted, by_parity, count_answers
 from servers import wait_until
-from stored import TURNS, run_info
+from stored import TURNS, run_info, task_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.agents.episodes import Agent
 from grpo.config.sampling_settings import AskedSections, SharedConfig
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import load_processor, vision_parameters
-from grpo.pool.protocol import Probe, RunInfo, Task, check_drawn
+from grpo.pool.protocol import Probe, RunInfo, check_drawn
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.workers.engine import EngineError, WorkerFailed, WorkerTools
 from grpo.workers.vllm_engine import SERVER, VllmEngine
@@ -77,16 +77,8 @@ def folders(model, tokenizer, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def run(model) -> RunInfo:
-    return run_info(
-        run="0" * 16,
-        name="run",
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=EOS,
-        num_generations=4,
-        max_completion_length=24,
-        seed=0,
-        model_files="0" * 64,
-    )
+    of_model = {"vocab_size": model.config.vocab_size, "eos_token_ids": EOS}
+    return run_info(num_generations=4, max_completion_length=24, **of_model)
 
 
 @pytest.fixture(scope="session", params=["fake", "vllm"])
@@ -141,7 +133,7 @@ def distance_of_probe(engine: VllmEngine, folder: Path) -> float:
 
 
 def distance_of_draw(engine: VllmEngine, run: RunInfo, folder: Path, version: int, prompt=LONG_PROMPT) -> float:
-    task = Task(group=7, attempt=1, version=version, prompt_ids=prompt)
+    task = task_of(7, prompt, attempt=1, version=version)
     drawn = engine.draw(task)
     check_drawn(drawn, run, task)
     assert drawn.key == task.key
@@ -149,7 +141,7 @@ def distance_of_draw(engine: VllmEngine, run: RunInfo, folder: Path, version: in
 
 
 def test_a_completion_ends_with_any_eos_or_at_the_largest_length(engine, run):
-    groups = [engine.draw(Task(group=group, attempt=0, version=0, prompt_ids=PROMPT)) for group in range(8)]
+    groups = [engine.draw(task_of(group, PROMPT)) for group in range(8)]
     completions = [tuple(ids) for group in groups for ids in group.completions]
     long = [ids for ids in completions if len(ids) > 3]
     assert len({*long}) == len(long) > 10
@@ -169,9 +161,7 @@ def test_new_weights_are_drawn_from_also_after_a_prompt_that_the_old_ones_have_r
         assert distance_of_draw(engine, run, folders[new], version, prompt) < 1e-4
 
 
-def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_token(
-    engine, run, folders, request, monkeypatch
-):
+def test_what_is_being_drawn_goes_on_with_new_weights_and_names_them(engine, run, folders, request, monkeypatch):
     """What a completion that runs has read is read anew: its log-probs are those of the version of each token."""
     length = 120 if "fake" in request.node.callspec.params.values() else 300
     long_run = dataclasses.replace(run, eos_token_ids=[], max_completion_length=length, in_flight_weight_updates=True)
@@ -180,7 +170,7 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
     for new in range(7, 31, 2):  # vLLM may draw them to their end before it hears of the load, or answers the probe
         old, names = new - 2, ("untied0", "untied1") if new % 4 == 3 else ("untied1", "untied0")
         policies = [load(folders[name]) for name in names]
-        tasks = [Task(group=group, attempt=0, version=old, prompt_ids=prompt) for group, prompt in enumerate(PROMPTS)]
+        tasks = [task_of(group, prompt, version=old) for group, prompt in enumerate(PROMPTS)]
         before = engine.server.count_tokens() + sum(map(len, PROMPTS)) + 20
         with ThreadPoolExecutor(2) as threads:
             drawing = [threads.submit(engine.draw, task) for task in tasks]
@@ -203,13 +193,12 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
 
 def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, folders, tokenizer, monkeypatch):
     turns = Scripted(EOS, by_parity, delay=lambda drawn: sum(drawn) % 10 / 10)
-    with_turns = dataclasses.replace(
-        run, turns=TURNS, in_flight_weight_updates=True, num_generations=8, max_completion_length=60
-    )
+    changes = {"in_flight_weight_updates": True, "num_generations": 8, "max_completion_length": 60}
+    with_turns = dataclasses.replace(run, turns=TURNS, **changes)
     monkeypatch.setattr(engine, "run", with_turns)
     monkeypatch.setattr(engine, "turns", WorkerTools(turns, tokenizer))
     engine.load(folders["untied0"], 0)
-    tasks = [Task(group=group, attempt=0, version=0, prompt_ids=prompt) for group, prompt in enumerate(PROMPTS)]
+    tasks = [task_of(group, prompt) for group, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(2) as threads:
         drawing = [threads.submit(engine.draw, task) for task in tasks]
         wait_until(lambda: any(dialogue.asked for dialogue in turns.dialogues))
@@ -249,10 +238,7 @@ def test_the_requests_of_an_agents_programs_are_drawn_each(engine, run, folders,
     with closing(agent):
         agent.start()
         columns = [json.dumps({"question": text}) for text in ("2 + 3?", "A pen?")]
-        tasks = [
-            Task(group=group, attempt=0, version=3, prompt_ids=PROMPT, columns=text)
-            for group, text in enumerate(columns)
-        ]
+        tasks = [task_of(group, PROMPT, version=3, columns=text) for group, text in enumerate(columns)]
         with ThreadPoolExecutor(2) as threads:
             groups = [*threads.map(engine.draw, tasks)]
     policy = load(folders["untied0"])
@@ -276,14 +262,14 @@ def test_a_server_that_ends_ends_the_episodes_too(make_fake, run, folders, token
         agent.start()
         engine.close()
         with pytest.raises(EngineError):
-            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT, columns='{"question": "?"}'))
+            engine.draw(task_of(0, PROMPT, columns='{"question": "?"}'))
 
 
 def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run, folders, tokenizer):
     engine, turns = make_fake(stall_seconds=1.5), Scripted(EOS, by_parity, delay=lambda drawn: 3.0, at_once=False)
     with_turns = dataclasses.replace(run, turns=TURNS, num_generations=2)
     engine.start(with_turns, folders["untied0"], 0, WorkerTools(turns, tokenizer))
-    task = Task(group=0, attempt=0, version=0, prompt_ids=PROMPT)
+    task = task_of(0, PROMPT)
     group = engine.draw(task)
     check_drawn(group, with_turns, task)
     count_answers(group)
@@ -304,14 +290,14 @@ def test_a_group_may_be_larger_than_vllms_own_limit(make, run, folders, monkeypa
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
     engine = make()
     engine.start(dataclasses.replace(run, num_generations=300, max_completion_length=2), folders["untied0"], 0)
-    assert len(engine.draw(Task(group=3, attempt=0, version=0, prompt_ids=[5] * 4)).completions) == 300
+    assert len(engine.draw(task_of(3, [5] * 4)).completions) == 300
     assert distance_of_probe(engine, folders["untied0"]) < 1e-4
     engine.close()
 
 
 def test_a_prompt_that_does_not_fit_is_named(engine, run):
     with pytest.raises(WorkerFailed, match="^vllm_args: --max-model-len is 512, and group 3 needs 524 tokens"):
-        engine.draw(Task(group=3, attempt=0, version=0, prompt_ids=[5] * 500))
+        engine.draw(task_of(3, [5] * 500))
 
 
 def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_restart(make, run, folders):
@@ -328,9 +314,7 @@ def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_
     engine.close()
 
 
-def test_versions_of_an_adapter_are_drawn_from_also_after_a_prompt_that_another_one_has_read(
-    make, run, folders, tmp_path
-):
+def test_versions_of_an_adapter_are_drawn_from_also_after_a_prompt_that_another_has_read(make, run, folders, tmp_path):
     folder, expected = shutil.copytree(folders["untied0"], tmp_path / "model"), []
     adapter = write_adapter(tmp_path / "first", folder, r=17, use_rslora=True)
     for version in range(2):
@@ -365,14 +349,13 @@ def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fak
     folder = tmp_path / "model"
     shutil.copytree(folders["untied0"], folder)
     write_adapter(folder / "adapter", folders["untied0"], use_dora=True)
-    with pytest.raises(
-        WorkerFailed, match=r"adapter_config\.json: vLLM knows no DoRA: draw with --engine transformers"
-    ):
+    says = r"adapter_config\.json: vLLM knows no DoRA: draw with --engine transformers"
+    with pytest.raises(WorkerFailed, match=says):
         make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder, 0)
 
 
 def test_a_worker_that_prepares_pictures_otherwise_ends_before_it_starts_vllm(make_fake, run, folders):
-    with pytest.raises(WorkerFailed, match="^pictures are prepared otherwise here .not at all. than in run run .ab.: "):
+    with pytest.raises(WorkerFailed, match="^pictures are prepared otherwise here .not at all. than in run runs/a .ab"):
         make_fake("dies_at_start").start(dataclasses.replace(run, processor="ab"), folders["untied0"], 0)
 
 
@@ -402,7 +385,7 @@ class Pictured:
         """Draw for each prompt, and one of text; return the largest difference of the log-probs from the policy's."""
         far = []
         for number, prompt in enumerate([*self.prompts, PROMPT]):
-            task = Task(group=number, attempt=0, version=version, prompt_ids=prompt)
+            task = task_of(number, prompt, version=version)
             drawn = engine.draw(task)
             check_drawn(drawn, engine.run, task)
             if engine.turns is not None:
@@ -420,10 +403,8 @@ class Pictured:
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def pictured_folders(request, tmp_path_factory) -> list[Path]:
     """Folders of a model that takes pictures: the second differs in the vision tower alone."""
-    made = [
-        save(request.param, tmp_path_factory.mktemp(f"pictured{seed}"), seed, for_vllm(request.param))
-        for seed in range(2)
-    ]
+    family = request.param
+    made = [save(family, tmp_path_factory.mktemp(f"pictured{seed}"), seed, for_vllm(family)) for seed in range(2)]
     model, other = (AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32) for folder in made)
     for weight, new in zip(vision_parameters(model), vision_parameters(other), strict=True):
         weight.data.copy_(new.data)
@@ -461,10 +442,7 @@ def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_
     changes = {"eos_token_ids": [], "max_completion_length": length, "in_flight_weight_updates": True}
     engine.run, policies = dataclasses.replace(pictured.run, **changes), {1: new}
     for version in range(2, 14):  # as above: it may hear of the load too late
-        policies[version], task = (
-            (old, new)[version % 2],
-            Task(group=9, attempt=0, version=version - 1, prompt_ids=pictured.prompts[0]),
-        )
+        policies[version], task = (old, new)[version % 2], task_of(9, pictured.prompts[0], version=version - 1)
         before = engine.server.count_tokens() + run.num_generations * len(task.prompt_ids)
         with ThreadPoolExecutor(1) as thread:
             drawing = thread.submit(engine.draw, task)
@@ -478,21 +456,11 @@ def test_what_is_drawn_after_pictures_has_the_policys_log_probs_and_a_new_tower_
             break
     else:
         pytest.fail("no completion has tokens of both versions")
+    ids, pictures = [*pictured.prompts[0]], pictured.prompts[0].pictures
     with pytest.raises(EngineError, match="^the ids of a prompt do not fit its pictures$"):
-        engine.draw(
-            Task(
-                group=0,
-                attempt=0,
-                version=version,
-                prompt_ids=PicturedPrompt([*pictured.prompts[0]][:-6], pictured.prompts[0].pictures),
-            )
-        )
+        engine.draw(task_of(0, PicturedPrompt(ids[:-6], pictures), version=version))
     with pytest.raises(EngineError, match="^a picture is no PNG or JPEG file$"):
-        engine.draw(
-            Task(
-                group=0, attempt=0, version=version, prompt_ids=PicturedPrompt([*pictured.prompts[0]], [b"no picture"])
-            )
-        )
+        engine.draw(task_of(0, PicturedPrompt(ids, [b"no picture"]), version=version))
     engine.close()
 
 
@@ -530,7 +498,7 @@ def test_a_killed_engine_says_so_and_starts_again(make, run, folders, request):
     threading.Timer(0.3, server.kill).start()
     with pytest.raises(EngineError, match=r"^vLLM was killed by signal 9; its log is .*vllm\.log$"):
         while True:
-            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
+            engine.draw(task_of(0, PROMPT))
     engine.close()
     assert not left_of(members)
     wait_until(lambda: not any(path.exists() for path in segments))  # hundreds of MB for each start otherwise
@@ -544,7 +512,7 @@ def test_an_engine_that_dies_at_its_first_request_gives_the_reason(make, run, mo
     engine = make("dies_at_draw")
     engine.start(run, model_folder, 0)
     with pytest.raises(EngineError, match="^vLLM ended with code .*: RuntimeError: Unsupported CPU attention conf"):
-        engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
+        engine.draw(task_of(0, PROMPT))
     engine.close()
 
 
@@ -566,7 +534,7 @@ def test_what_fails_and_a_draw_that_cannot_be_trusted_are_errors_with_a_reason(m
         if fault in ("loses_weights", "keeps_cache"):
             engine.load(folders["untied1"], 1)
         else:
-            engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
+            engine.draw(task_of(0, PROMPT))
     engine.close()
 
 
@@ -584,7 +552,7 @@ def test_close_ends_a_draw_from_another_thread(make_fake, run, folders):
     engine.close()
     engine.start(run, folders["untied0"], 0)
     with close_once(lambda: engine.drawing, engine), pytest.raises(EngineError, match="^vLLM was killed by signal 15"):
-        engine.draw(Task(group=0, attempt=0, version=0, prompt_ids=PROMPT))
+        engine.draw(task_of(0, PROMPT))
     engine.close()
 
 

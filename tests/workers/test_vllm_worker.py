@@ -64,9 +64,7 @@ def distance(trainer: Trainer, tasks: list[Task], seconds: float) -> float:
     return max(max(distances(*pair, trainer.run.temperature, policies)) for pair in zip(tasks, groups, strict=True))
 
 
-def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
-    pool, model_folder, folders, monkeypatch
-):
+def test_a_swap_in_the_middle_of_completions_is_in_their_tokens_versions(pool, model_folder, folders, monkeypatch):
     monkeypatch.setattr(loop, "POLL", 0.2)
     changes = {"max_completion_length": 100, "in_flight_weight_updates": True}
     trainer = Trainer(PoolClient(pool.url), model_folder, folders / "trainer", **changes)

@@ -12,11 +12,11 @@ import pytest
 from pools import RUN, Trainer, running_pool
 from proxy import Plan, Proxy
 from safetensors.numpy import save
+from stored import task_of
 
 from grpo.client.server_errors import ServerError
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import sha256_of
-from grpo.pool.protocol import Task
 from grpo.workers import weights_folder
 from grpo.workers.engine import WorkerFailed
 from grpo.workers.weights_folder import ModelFolder
@@ -88,7 +88,7 @@ def test_pictures_are_fetched_once_and_the_oldest_go(pool, tmp_path, fetched, mo
     for name, file in files.items():
         client.send_file(file, name)
     first, *others = files
-    task = Task(group=0, attempt=0, version=0, prompt_ids=[5, 6])
+    task = task_of(0, [5, 6])
     for names in ((first, first), (first,), (*others, first)):
         prompt = folder.with_pictures(replace(task, pictures=names)).prompt_ids
         assert [*prompt] == [5, 6] and prompt.pictures == tuple(files[name] for name in names)
@@ -158,7 +158,7 @@ def test_a_folder_without_room_ends_the_worker_in_a_sentence(folder, versions, t
     bring(folder, versions[0])
 
 
-def test_a_download_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypatch):
+def test_a_download_goes_on_where_it_was_cut(pool, versions, tmp_path):
     """Every connection ends after 100,000 bytes of an answer."""
     sent = []
     with closing(Proxy(pool.port, lambda: sent.append(1) or Plan(answer_bytes=100_000))) as proxy:

@@ -11,9 +11,7 @@ from grpo.pool.protocol import RunInfo
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 from grpo.workers.engine import check_found, check_given
 
-PLAIN = run_info(
-    run="0" * 16, num_generations=8, max_completion_length=40, temperature=1.0, seed=0, model_files="0" * 64
-)
+PLAIN = run_info()
 DEFAULTS = dict(zip(SETTINGS, (None, None, 2048, "auto", None), strict=True))
 
 
