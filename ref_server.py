@@ -121,7 +121,7 @@ def run(config: ServerConfig) -> int:
     keep_memory_flat()
     service = PoolService(config) if config.task == "rollouts" else ModelService(config)
 
-    def on_refused(method: str, path: str, sender: str, error: wire.ProtocolError) -> None:
+    def on_refused(method: str, sender: str, error: wire.ProtocolError) -> None:
         service.monitor.answered(method, "other", error.status, seconds=0.0, address=sender, error=error)
 
     server = HttpServer(make_app(service), config, admit=service.admit, on_refused=on_refused)

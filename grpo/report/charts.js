@@ -1,4 +1,4 @@
-// What the plots show: the curves of metrics, by section, and the time by phase.
+// The contents of the plots: the curves of metrics, by section, and the time by phase.
 const DASHES = ["", "7 3", "1.5 3", "7 3 1.5 3"];
 const hidden = new Set();  // places of the runs that are switched off
 

@@ -19,11 +19,11 @@ const VERDICTS = [
 ];
 const reward = ({ facts }) => facts.reward ?? (facts.correct === true ? 1 : 0);
 const size = ({ facts, text }) => facts.tokens ?? text.length;
-let places = [];  // what the slider chooses from: steps, or the keys of problems
+let places = [];  // the slider's choices: steps, or the keys of problems
 let most = MOST_FOUND;
-let drawn = "";  // what is shown, as JSON
+let drawn = "";  // the articles that are shown, as JSON
 
-// What is there. A problem is told by its number in the held-out split, and by its answer, should the split differ.
+// The record. A problem is told by its number in the held-out split, and by its answer, should the split differ.
 const phaseOf = () => ($("phase").value === PROBLEM ? "eval" : $("phase").value);
 const keyOf = ({ prompt, answer, pictures, completions }) => JSON.stringify([completions[0].facts.problem ?? [prompt, pictures], answer]);
 const nameOf = (group) => {
@@ -34,7 +34,7 @@ const blocksOf = (run, phase) => (data.completions[run] ?? []).filter((block) =>
 const groupAt = (run, phase, step, key) => blocksOf(run, phase).find((block) => block.step === step)?.groups.find((group) => keyOf(group) === key);
 const columns = () => ($("beside").value === "" ? [+$("run").value] : [+$("run").value, +$("beside").value]);
 
-// What is asked for.
+// The search.
 function needle() {
   const words = $("words").value.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&");
   return words ? new RegExp(words, "iu") : null;
@@ -181,7 +181,7 @@ function fillControls() {
   if (typeof before === "number" && typeof places[0] === "number") $("place").value = nearest(places, before);
   else $("place").value = places.includes(before) ? places.indexOf(before) : typeof places[0] === "number" ? places.length - 1 : 0;
 }
-const numberOf = (place) => {  // what the field beside the slider says of it
+const numberOf = (place) => {  // the number in the field beside the slider
   const [problem] = typeof place === "string" ? JSON.parse(place) : [place];
   return known(problem) ? problem : places.indexOf(place) + 1;
 };
@@ -221,7 +221,7 @@ function showArticles() {
   $("which").textContent = words;
   $("more").hidden = articles.length <= most;
   const shown = articles.slice(0, most), next = JSON.stringify([shown, $("words").value]);
-  if (next !== drawn) $("groups").replaceChildren(...shown.map(articleNode));  // a reader's selection stays where it is
+  if (next !== drawn) $("groups").replaceChildren(...shown.map(articleNode));  // else a reader's selection stays
   drawn = next;
 }
 function listenToCompletions() {

@@ -55,7 +55,7 @@ function fillTable(table, caption, head, rows) {  // a cell is a text or a list 
     node("tbody", "", ...rows.map(([first, ...rest]) =>
       node("tr", "", cell("th", "row")(first), ...rest.map(cell("td"))))));
 }
-function arrange(parent, children) {  // moves only what is in another place: the rest keeps its focus
+function arrange(parent, children) {  // moves only children in another place: the rest keeps its focus
   children.forEach((child, i) => { if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] ?? null); });
   while (parent.children.length > children.length) parent.lastElementChild.remove();
 }

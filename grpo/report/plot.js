@@ -82,7 +82,7 @@ function makePlot(content) {
       const x = scale.x(step), anchor = x < left + 16 ? "start" : x > right - 16 ? "end" : "middle";
       area.append(svg("text", { x, y: height - 4, "text-anchor": anchor }, step.toLocaleString("en")));
     }
-    // What is drawn ends at the plot's sides, with room for half a dot.
+    // Curves end at the plot's sides, with room for half a dot.
     const box = { x: left - 5, y: 0, width: right - left + 10, height: bottom + 5 };
     const inner = svg("svg", { ...box, viewBox: Object.values(box).join(" ") });
     area.append(inner);

@@ -156,15 +156,8 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_model(
-                engine.module,
-                self.tokenizer,
-                unfinished,
-                self.config,
-                step=progress.step,
-                processor=self.processor,
-                weights=weights,
-            )
+            options = {"step": progress.step, "processor": self.processor, "weights": weights}
+            write_model(engine.module, self.tokenizer, unfinished, self.config, **options)
 
         def put_together() -> None:
             files = dict(sorted(item for of_rank in sums_by_rank for item in of_rank.items()))

@@ -34,6 +34,7 @@ from grpo.config.errors import (
     allow_open_files,
     first_here,
     is_first_rank,
+    on_stop_signals,
     program_name,
     ranks_here,
     say_once,
@@ -83,10 +84,7 @@ class StopSignals:
         self._launcher = launcher.process
         self._pipe, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
-        # A terminal sends SIGHUP when it closes; under nohup the signal is ignored already.
-        hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-        for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hang_up else [])):
-            signal.signal(number, lambda *_: None)
+        on_stop_signals(lambda *_: None)
         signal.set_wakeup_fd(wakeup)
         sys.stdout = _Output(sys.stdout, partial(self._ask_unless_asked, "stdout was closed"))
         sys.stderr = _Output(sys.stderr, partial(self._ask_unless_asked, "stderr was closed"))

@@ -47,29 +47,12 @@ class SaveError(RuntimeError):
 
 
 def save_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    config: TrainerConfig,
-    *,
-    step: int = 0,
-    processor: PictureProcessor | None = None,
-    weights: dict[str, torch.Tensor] | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig, **options
 ) -> None:
-    """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card of `step`, and that the run
-    is done. `weights` are those of a sharded model (weights_to_save). Of a model with an adapter this writes the
-    adapter alone, unless `merge_on_save` is set. Raises SaveError; then `folder` does not exist."""
+    """Write a model as write_model does, with its `options`, and that the run is done. Raises SaveError; then `folder`
+    does not exist."""
     with whole_folder(folder, "model") as unfinished:
-        write_model(
-            model,
-            tokenizer,
-            unfinished,
-            config,
-            step=step,
-            name=config.hub_model_id or "MODEL",
-            processor=processor,
-            weights=weights,
-        )
+        write_model(model, tokenizer, unfinished, config, name=config.hub_model_id or "MODEL", **options)
         write_progress(unfinished, {"step": config.max_steps})
 
 
@@ -79,12 +62,14 @@ def write_model(
     folder: Path,
     config: TrainerConfig,
     *,
-    step: int,
+    step: int = 0,
     name: str = "MODEL",
     processor: PictureProcessor | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write as save_model does, into a folder that may stay half written. `name` is the model's name in the card."""
+    """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, and a model card of `step`, which calls
+    the model `name`. `weights` are those of a sharded model (weights_to_save). Of a model with an adapter this writes
+    the adapter alone, unless `merge_on_save` is set. The folder may stay half written."""
     if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
@@ -100,15 +85,8 @@ def write_model(
     if processor is not None:
         processor.save(folder)
     write_answering(config, folder)
-    write_card(
-        folder,
-        config,
-        model,
-        chat=tokenizer.chat_template is not None,
-        step=step,
-        name=name,
-        pictures=processor is not None,
-    )
+    has_chat, has_pictures = tokenizer.chat_template is not None, processor is not None
+    write_card(folder, config, model, chat=has_chat, step=step, name=name, pictures=has_pictures)
 
 
 @contextmanager

@@ -108,9 +108,8 @@ class PhaseClock:
         """Book the peak since the last call to the open phase. Reads the allocator's counts: no wait for the device."""
         if not torch.cuda.is_initialized():
             return
-        phases = [
-            phase for phase in self.open if not phase.startswith("wait_")
-        ]  # the memory held there is of the phase around
+        # Memory that is held in a wait is of the phase around it.
+        phases = [phase for phase in self.open if not phase.startswith("wait_")]
         if phases:
             peaks = {phases[-1]: torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
             for name, peak in peaks.items():

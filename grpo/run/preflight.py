@@ -231,13 +231,8 @@ def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path 
 def _rename_damaged(damaged: Mapping[Path, str], used: Path) -> None:
     for checkpoint, reason in damaged.items():
         new_path = checkpoint.with_name(checkpoint.name + ".damaged")
-        log.warning(
-            "%s is damaged: %s. It is called %s now, and the run goes on from %s",
-            checkpoint,
-            reason,
-            new_path.name,
-            used.name,
-        )
+        way_on = f"It is called {new_path.name} now, and the run goes on from {used.name}"
+        log.warning("%s is damaged: %s. %s", checkpoint, reason, way_on)
         with run_folder.writable("output_dir", checkpoint.parent):
             shutil.rmtree(new_path, ignore_errors=True)
             checkpoint.rename(new_path)

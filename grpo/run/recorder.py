@@ -160,7 +160,7 @@ def check_report_to(config: RecordSection) -> None:
 
 
 def to_columns(samples: Samples) -> dict[str, list[Any]]:
-    """Return the values of all samples by column; None where a sample does not have it."""
+    """Return the values of all samples by column; None for a sample without it."""
     columns = dict.fromkeys(name for sample in samples for name in sample)
     return {name: [sample.get(name) for sample in samples] for name in columns}
 

@@ -106,7 +106,7 @@ def make_run_folder(config: RecordSection, folder: Path) -> None:
 def is_stop_asked(folder: Path) -> bool:
     """Tell whether `grpo stop` asked the trainer that is in the folder, or was the last one there."""
     with suppress(OSError):
-        # Asked for a single name, NFS may answer for a minute from memory; it looks anew where a folder is opened.
+        # Asked for a single name, NFS may answer for a minute from memory; it looks anew when a folder is opened.
         return STOP in os.listdir(folder)
     return False
 

@@ -115,12 +115,10 @@ class Watchdog:
             except RuntimeError:  # rank 0 has ended, which ends this one
                 return
             self._answered = now = time.monotonic()
-            states = {}
+            states, all_now = {}, {"reported": now, "moved": now, "worked": now}
             for rank, report in enumerate(reports):
                 position = Position(**json.loads(report))
-                states[rank] = self._states.get(rank) or RankState(
-                    position=position, reported=now, moved=now, worked=now
-                )
+                states[rank] = self._states.get(rank) or RankState(position=position, **all_now)
                 states[rank].update(position, now)
             self._states = states
 
@@ -185,18 +183,9 @@ class Watchdog:
             frame = frame.f_back
         phases, ended = [*self.clock.open], self.clock.ended
         after = PHASES.index(phases[0]) if phases else PHASES.index(ended) + 0.5 if ended else -0.5
-        phase = phases[-1] if phases else ""
-        return Position(
-            host=socket.gethostname(),
-            process=os.getpid(),
-            beat=beat,
-            step=self.step,
-            after=after,
-            phase=phase,
-            line=line,
-            stack=stack,
-            waits=waits,
-        )
+        in_run = {"step": self.step, "after": after, "phase": phases[-1] if phases else ""}
+        in_code = {"line": line, "stack": stack, "waits": waits}
+        return Position(host=socket.gethostname(), process=os.getpid(), beat=beat, **in_run, **in_code)
 
 
 def held_up_by(states: dict[int, RankState], now: float, patience: float) -> list[int]:

@@ -71,7 +71,7 @@ class _Request(HTTPRequestParser):
         self.error, self.completed = _Refused(error, has_body=self.command != "HEAD"), True
 
     def received(self, data: bytes) -> int:
-        """Take bytes. What comes in one go with the end of a request is dropped, and its answer ends the connection:
+        """Take bytes. Those that come in one go with a request's end are dropped, and its answer ends the connection:
         waitress would read all requests that have come, and keep all their answers in memory."""
         self.channel.moved_at = time.monotonic()
         try:
@@ -192,7 +192,7 @@ class HttpServer(TcpWSGIServer):
 
     def __init__(self, app, config: ServerConfig, *, admit: Callable, on_refused: Callable, threads: int = THREADS):
         """Listen. Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
-        `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, path, sender, error)` hears of each
+        `admit(path, headers named as in CGI)` is Service.admit; `on_refused(method, sender, error)` hears of each
         request that does not reach the app. `threads` answer, each one request at a time."""
         self.config, self.admit, self.on_refused = config, admit, on_refused
         self._next_accept = time.monotonic()
@@ -224,9 +224,7 @@ class HttpServer(TcpWSGIServer):
         """Give a request that is complete or refused to a thread."""
         channel.due, request = math.inf, channel.requests[0]
         if request.error is not None:
-            self.on_refused(
-                method=request.command, path=request.path, sender=channel.addr[0], error=request.error.error
-            )
+            self.on_refused(method=request.command, sender=channel.addr[0], error=request.error.error)
         super().add_task(channel)
 
     def make_room_for_body(self, newcomer: Channel) -> ProtocolError | None:
@@ -278,7 +276,7 @@ class HttpServer(TcpWSGIServer):
         with connection, suppress(OSError):  # it may have closed
             connection.setblocking(False)
             connection.send(head.encode() + body)
-        self.on_refused(method="-", path="-", sender=str(address[0]), error=error)
+        self.on_refused(method="-", sender=str(address[0]), error=error)
 
     def _least_needed(self) -> Channel | None:
         """Return the connection to close for a new one; None while every connection has a request in work. Strangers go

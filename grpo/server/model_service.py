@@ -154,23 +154,12 @@ class ModelService(Service):
     def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
         """Read a request, and its body only if it can be answered now. Raises ProtocolError."""
         self.check_ready()
-        config, model = self.config, self.info.model
-        if config.task == "reward":
+        model, most_tokens = self.info.model, self.config.max_request_tokens
+        limits = {"max_length": model.max_length, "max_sequences": MOST_SEQUENCES, "max_tokens": most_tokens}
+        if self.config.task == "reward":
             with self._reading:
-                return self._read_texts(
-                    body(),
-                    max_length=model.max_length,
-                    max_sequences=MOST_SEQUENCES,
-                    max_tokens=config.max_request_tokens,
-                )
-        request = decode_request(
-            body(),
-            vocab_size=model.vocab_size,
-            max_length=model.max_length,
-            max_sequences=MOST_SEQUENCES,
-            max_tokens=config.max_request_tokens,
-            max_top_k=self.info.most_top_k,
-        )
+                return self._read_texts(body(), **limits)
+        request = decode_request(body(), vocab_size=model.vocab_size, max_top_k=self.info.most_top_k, **limits)
         with self.thread_of(self.picture_threads) if request.pictures else nullcontext():
             self.pictures.check(request)
         return request
@@ -185,13 +174,10 @@ class ModelService(Service):
                 self.queue.cancel(future, error)
                 raise
         answer = future.result()
+        of_request = {"model_fingerprint": answer.fingerprint, "request_id": request.request_id}
         if self.config.task == "reward":
-            return RewardAnswer(
-                scores=answer.values, model_fingerprint=answer.fingerprint, request_id=request.request_id
-            ).to_json()
-        return encode_answer(
-            LogprobsAnswer.of_table(answer.values, model_fingerprint=answer.fingerprint, request_id=request.request_id)
-        )
+            return RewardAnswer(scores=answer.values, **of_request).to_json()
+        return encode_answer(LogprobsAnswer.of_table(answer.values, **of_request))
 
     def held(self) -> dict[str, tuple[int, int]]:
         return self.queue.held() if self.queue else {}

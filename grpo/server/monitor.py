@@ -129,19 +129,8 @@ class Monitor:
             if error is not None and error.code != "no_run":  # the answer to a worker that waits for a trainer
                 facts = {"status": status, "code": error.code, "message": error.message[:300]}
                 self._errors.append((time.monotonic(), {**facts, "client": client or address}))
-        # %r: a client chooses its name, and may put line ends into it.
-        log.debug(
-            "%(method)s %(path)s %(status)d %(tokens)d tokens %(milliseconds).1f ms %(address)s %(client)r",
-            {
-                "method": method,
-                "path": path,
-                "status": status,
-                "tokens": tokens,
-                "milliseconds": seconds * 1e3,
-                "address": address,
-                "client": client,
-            },
-        )
+        # !r: a client chooses its name, and may put line ends into it.
+        log.debug(f"{method} {path} {status} {tokens} tokens {seconds * 1e3:.1f} ms {address} {client!r}")
 
     def sample(self, held: dict[str, tuple[int, int]]) -> None:
         """Add a point to the curves, every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""

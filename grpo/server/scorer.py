@@ -69,8 +69,7 @@ class Scorer:
     ):
         self._queue, self._model, self._batcher, self._compute = queue, model, batcher, compute
         self._on_death, self._on_pass = on_death, on_pass
-        self._thread = threading.Thread(target=self._run, name="scorer")
-        self._thread.daemon = True  # a second Ctrl-C must end the process
+        self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)  # a second Ctrl-C ends it
         self._thread.start()
 
     def close(self, seconds: float | None = None) -> None:
@@ -158,9 +157,8 @@ class Scorer:
                 # The last token of a completion predicts nothing: it is scored, and never fed.
                 lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
                 padded = max(lengths) * len(lengths)
-                self._on_pass(
-                    Pass(tokens=sum(lengths), padded=padded, fed=fed, budget=self._queue.budget, seconds=seconds)
-                )
+                done = Pass(tokens=sum(lengths), padded=padded, fed=fed, budget=self._queue.budget, seconds=seconds)
+                self._on_pass(done)
             return answers
         # Out here the traceback of the failed pass, which kept its tensors, is gone.
         if torch.cuda.is_available():

@@ -18,14 +18,8 @@ POLICY = replace(MODEL, text_fingerprint="text", processor_fingerprint="pixels")
 # The head of a larger model of the family is wider, and the rest of its configuration is another.
 TEACHER = replace(POLICY, name="big", fingerprint="x", config_fingerprint="y", vocab_size=128, quantization="4bit")
 WRONG = [
-    (
-        replace(TEACHER, tokenizer_fingerprint="other"),
-        "whose vocabulary is not that of m, so a token id is another",
-    ),
-    (
-        replace(TEACHER, text_fingerprint="other"),
-        "whose tokenizer has the vocabulary of m, and other special tokens",
-    ),
+    (replace(TEACHER, tokenizer_fingerprint="other"), "whose vocabulary is not that of m, so a token id is another"),
+    (replace(TEACHER, text_fingerprint="other"), "whose tokenizer has the vocabulary of m, and other special tokens"),
     (replace(TEACHER, text_fingerprint=""), "does not tell how it reads texts: restart it with the trainer's version"),
     (replace(TEACHER, processor_fingerprint="other"), "prepares pictures in another way than m"),
     (replace(TEACHER, max_length=1023), "at most 1023 tokens a sequence, and max_prompt_length .* is 1024: restart it"),

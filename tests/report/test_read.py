@@ -66,17 +66,20 @@ def test_damaged_and_half_written_lines_are_counted_and_left_out(tmp_path):
         assert run.notes == [f"{damaged} ({count} in all)"]
 
 
-def test_of_a_step_that_is_there_twice_the_last_counts(tmp_path):
+def test_of_a_step_that_is_there_twice_the_last_counts_and_half_a_completion_is_left_out(tmp_path):
     write(
         tmp_path,
         [{"step": step, "reward": reward} for step, reward in ((1, 1), (2, 2), (3, 3), (2, 20), (3, 30))],
         [completion(step, completion=text) for step, text in ((1, "a"), (2, "b"), (3, "c"), (2, "B"), (3, "C"))],
     )
+    with open(tmp_path / "completions.jsonl", "a") as file:
+        file.write('{"step": 4, "rew')
     run = read_run(tmp_path)
     assert {step: row["reward"] for step, row in run.rows.items()} == {1: 1, 2: 20, 3: 30}
     assert run.notes == ["steps that metrics.jsonl has more than once: 2; the last line of each is taken"]
     shown = [(block["step"], block["groups"][0]["completions"][0]["text"]) for block in read_completions(run, 10**6)]
     assert shown == [(1, "a"), (2, "B"), (3, "C")]
+    assert run.notes[1:] == ["damaged or half-written lines of completions.jsonl are left out: 6 (1 in all)"]
 
 
 def test_what_is_no_run_is_refused_and_what_is_missing_said(tmp_path):

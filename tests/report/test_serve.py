@@ -47,7 +47,7 @@ class Reader:
         self.url, self.seen = url, ""
 
     def ask(self) -> dict | None:
-        """Return what is new, or None."""
+        """Return newer data, or None."""
         answer = requests.get(f"{self.url}data?seen={self.seen}", timeout=10)
         assert answer.status_code in (200, 204)
         if answer.status_code == 204:
@@ -84,7 +84,7 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path):
         assert "connect-src 'self'" in page.text and page.headers["Content-Type"].startswith("text/html")
 
         write(run, [{"step": 1, "reward": 0.5}], [completion(1)])
-        while (data := reader.next())["runs"][0]["notes"]:  # where it was read between two of the files
+        while (data := reader.next())["runs"][0]["notes"]:  # if it was read between two of the files
             pass
         assert rewards(data) == [0.5] and len(data["completions"][0]) == 1
         append(run / "metrics.jsonl", '{"step": 2, "rew')
@@ -93,7 +93,7 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path):
         append(run / "metrics.jsonl", 'ard": 0.75}\n{"step": 3, "reward": 1}\n')
         assert rewards(reader.next()) == [0.5, 0.75, 1]
 
-        # Resumed after step 1: what it had of the later ones is cut off, and written again with the same length.
+        # Resumed after step 1: its later steps are cut off, and written again with the same length.
         (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.25}\n')
         assert rewards(reader.next()) == [0.5, 0.25]
 

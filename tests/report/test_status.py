@@ -25,8 +25,20 @@ from pathlib import Path
 from grpo.run.run_folder import lock_run
 lock_run(Path(sys.argv[1]))
 Path(sys.argv[1], "locked").touch()
-time.sleep(60)
+while not Path(sys.argv[1], "stop").exists():
+    time.sleep(0.05)
 """
+
+
+@contextmanager
+def training(folder: Path, at_stop: str):
+    """A process that has the lock of a run's folder, and does this once it is asked to stop."""
+    with subprocess.Popen([sys.executable, "-c", TRAINS + at_stop, str(folder)], cwd=REPOSITORY) as trainer:
+        try:
+            wait_for_file(folder / "locked", trainer)
+            yield f"process {trainer.pid} on {socket.gethostname()}"
+        finally:
+            trainer.kill()
 
 
 def test_a_run_trains_is_killed_and_is_done(tmp_path, server, monkeypatch):
@@ -40,16 +52,13 @@ def test_a_run_trains_is_killed_and_is_done(tmp_path, server, monkeypatch):
     (tmp_path / "checkpoint-30").mkdir()
     write_progress(tmp_path / "checkpoint-30", {"step": 30})
 
-    command = [sys.executable, "-c", TRAINS, str(tmp_path)]
-    with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT) as trainer:
-        wait_for_file(tmp_path / "locked", trainer)
+    with training(tmp_path, "time.sleep(60)") as process:
         lines = status(tmp_path)
         (tmp_path / "stop").touch()
         stopping = status(tmp_path)
-        trainer.kill()
     speed = "step 40 of 100, reward 0.400, 30.0 s a step, 20 tokens a second"
     assert lines[0] == f"{tmp_path}: {speed}, about 30 min left"
-    assert lines[1].startswith(f"  process {trainer.pid} on {socket.gethostname()} trains; start 2, 2026-11-27 ")
+    assert lines[1].startswith(f"  {process} trains; start 2, 2026-11-27 ")
     assert " trains, and is asked to stop; start 2, " in stopping[1] and "asked" not in lines[1]
     assert lines[1].endswith(f": 3 ranks on {socket.gethostname()}, node-2")
     assert re.fullmatch(r"  last step \d+ s ago; checkpoint-30", lines[2])
@@ -63,32 +72,11 @@ def test_a_run_trains_is_killed_and_is_done(tmp_path, server, monkeypatch):
     assert status(tmp_path)[1].startswith("  it is done; start 2, ")
 
 
-def test_a_disk_without_locks_hides_no_run(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    (tmp_path / "trainer.lock").write_text("process 7 on node-1\n")
-    monkeypatch.setattr("fcntl.lockf", fail)
-    assert writer(tmp_path) == "process 7 on node-1, if it still lives: this disk has no locks,"
-
-
 def test_a_run_without_a_step_and_a_folder_without_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     done = run_python("-m", "grpo", "status", tmp_path, tmp_path / "none")
     assert done.stdout == f"{tmp_path}: no step yet\n" and done.returncode == 2
     assert f"grpo status: error: runs='{tmp_path}/none': there is no metrics.jsonl" in done.stderr
-
-
-@contextmanager
-def training(folder: Path, at_stop: str):
-    """A process that has the lock of a run's folder, and does this once it is asked to stop."""
-    waits = TRAINS.replace("time.sleep(60)", "while not Path(sys.argv[1], 'stop').exists():\n    time.sleep(0.05)\n")
-    with subprocess.Popen([sys.executable, "-c", waits + at_stop, str(folder)], cwd=REPOSITORY) as trainer:
-        try:
-            wait_for_file(folder / "locked", trainer)
-            yield f"process {trainer.pid} on {socket.gethostname()}"
-        finally:
-            trainer.kill()
 
 
 SAVES = """
@@ -114,19 +102,19 @@ def test_a_stopped_run_is_waited_for_and_its_command_is_said(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_another_launcher_started_is_not_said_to_be_a_whole_command(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "at_stop, told",
+    [
+        ("", "; there is no checkpoint"),
+        (SAVES.replace("checkpoint-7", "model"), "; the run is done: its model is in"),
+        (SAVES, " left checkpoint-7; --resume_from_checkpoint last --output_dir {} goes on after step 7\n"),
+    ],
+)
+def test_what_another_launcher_started_may_end_anywhere_and_its_command_is_not_said(at_stop, told, tmp_path, capsys):
     write_rows(tmp_path / "starts.jsonl", [{"step": 0, "command": "grpo_ref_split.py --max_steps 9"}])
-    with training(tmp_path, SAVES):
+    with training(tmp_path, at_stop):
         assert stop([tmp_path]) == 0
-    told = f"left checkpoint-7; --resume_from_checkpoint last --output_dir {tmp_path} goes on after step 7\n"
-    assert capsys.readouterr().out.endswith(told)
-
-
-@pytest.mark.parametrize("at_stop, told", [("", "there is no checkpoint"), (SAVES, "the run is done: its model is in")])
-def test_a_run_may_end_without_a_step_or_with_its_last(at_stop, told, tmp_path, capsys):
-    with training(tmp_path, at_stop.replace("checkpoint-7", "model")):
-        assert stop([tmp_path]) == 0
-    assert told in capsys.readouterr().out
+    assert told.format(tmp_path) in capsys.readouterr().out
 
 
 def test_where_nobody_trains_nothing_is_written(tmp_path, capsys):
@@ -158,11 +146,13 @@ def test_ctrl_c_ends_the_waiting_alone(tmp_path):
         assert (tmp_path / "stop").exists() and writer(tmp_path)
 
 
-def test_on_a_disk_without_locks_nobody_waits(tmp_path, monkeypatch, capsys):
+def test_a_disk_without_locks_hides_no_run_and_nobody_waits_for_its_end(tmp_path, monkeypatch, capsys):
     def fail(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     (tmp_path / "trainer.lock").write_text("process 7 on node-1\n")
     monkeypatch.setattr("fcntl.lockf", fail)
     assert stop([tmp_path]) == 0 and (tmp_path / "stop").exists()
-    assert capsys.readouterr().out.endswith(f"; grpo status {tmp_path} shows when it is at rest\n")
+    process = "process 7 on node-1, if it still lives: this disk has no locks,"
+    end = f"; grpo status {tmp_path} shows when it is at rest\n"
+    assert capsys.readouterr().out == f"{tmp_path}: asked {process} to stop after its step{end}"

@@ -22,13 +22,14 @@ def words(line: str) -> str:
 
 
 def test_first_and_last_numbers_stand_beside_each_other(tmp_path):
-    lines = write(tmp_path, [BEFORE, *STEPS[:2], STEPS[2] | AFTER])
+    folder = tmp_path / "my run"
+    lines = write(folder, [BEFORE, *STEPS[:2], STEPS[2] | AFTER])
     assert words(lines[0]) == "64 held-out problems, greedy before after"
     assert words(lines[1]) == "accuracy 0.250 ± 0.054 0.900 ± 0.037"
     assert words(lines[3]) == "mean reward 0.100 0.300"
     assert lines[4] == "3 steps, 3,000 tokens, 1 h 40 min in steps."
-    assert lines[-1].endswith(f"grpo report {tmp_path}")
-    assert f"{tmp_path}/model/README.md" in lines[-2]
+    assert lines[-1].endswith(f"grpo report '{folder}'")  # to be copied
+    assert f"'{folder}'/model/README.md" in lines[-2]
 
 
 def test_without_evaluations_and_rewards_there_is_no_table_of_them(tmp_path):
@@ -38,11 +39,6 @@ def test_without_evaluations_and_rewards_there_is_no_table_of_them(tmp_path):
         "tokens per completion 9.000 9.000",
         "3 steps, 3,000 tokens, 1 h 40 min in steps.",
     ]
-
-
-def test_a_folder_with_a_space_can_be_copied(tmp_path):
-    (folder := tmp_path / "my run").mkdir()
-    assert write(folder, STEPS)[-1].endswith(f"grpo report '{folder}'")
 
 
 def test_the_commands_name_the_tools_and_the_environment_of_the_run(tmp_path):

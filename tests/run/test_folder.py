@@ -41,10 +41,7 @@ def test_a_failed_save_says_where_and_leaves_nothing(model, tokenizer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    settings = TrainerConfig(output_dir=str(tmp_path / "a/run"))
-    make_run_folder(settings, folder := find_run_folder(settings))
-    assert folder == tmp_path / "a" / "run" and folder.is_dir()
+def test_a_run_that_is_given_no_folder_has_one_below_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_run_folder(TrainerConfig()).parent.name == "runs"
 
@@ -116,7 +113,7 @@ def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path,
         assert time.monotonic() - began > 1.4
         (tmp_path / LOCK).write_text(f"process {trainer.pid} on here\n")
         trainer.kill(), trainer.wait()
-        lock_run(tmp_path)  # what it has forked off still lives, and holds nothing
+        lock_run(tmp_path)  # its fork still lives, and holds nothing
         assert not (tmp_path / LOCK).read_text().startswith(f"process {trainer.pid} on ")
 
 

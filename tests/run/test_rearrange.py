@@ -62,15 +62,8 @@ def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
                 for number in numbers
                 for row in range(number % 4)  # branches: of some groups none
             ]
-            batches.append(
-                StepBatch(
-                    groups=groups,
-                    by_function=torch.stack([rewards, -rewards]),
-                    rewards=rewards,
-                    signal=rewards[:, 0] > 3,
-                    samples=samples,
-                )
-            )
+            of_rewards = {"by_function": torch.stack([rewards, -rewards]), "signal": rewards[:, 0] > 3}
+            batches.append(StepBatch(groups=groups, rewards=rewards, samples=samples, **of_rewards))
         return batches
 
     for before in (1, 2, 3, 6):

@@ -19,8 +19,9 @@ from grpo.trainer import record
 
 WORK = """
 import sys, time
+from pathlib import Path
 from grpo.run.exit import Launcher, StopSignals
-stop = StopSignals(Launcher())
+stop = StopSignals(Launcher(), folder=Path(sys.argv[1]) if sys.argv[1] else None)
 print("ready", flush=True)
 while not stop.asked:
     time.sleep(0.01)
@@ -45,10 +46,6 @@ sys.exit(stop.asked)
 def worker(work: str = WORK, folder: str = ""):
     """A process that catches signals by now, and `grpo stop` in a folder."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    if folder:
-        work = work.replace("Launcher())", "Launcher(), folder=Path(sys.argv[1]))").replace(
-            "\n", "\nfrom pathlib import Path\n", 1
-        )
     command = [sys.executable, "-c", work, folder]
     with subprocess.Popen(command, cwd=REPOSITORY, text=True, start_new_session=True, **pipes) as process:
         try:

@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_continues_under_its_id(client, name, tmp_path, monke
 
 @pytest.fixture
 def mlflow(client):
-    """A stand-in for MLflow: `calls` has what it was asked, `runs` the tags of its runs by number."""
+    """A stand-in for MLflow: `calls` has its calls, `runs` the tags of its runs by number."""
     module, calls, runs = client("mlflow"), [], []
 
     class MlflowException(Exception):

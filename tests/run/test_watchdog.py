@@ -15,18 +15,10 @@ from trainer_runs import options, reach, run_ranks, training
 from grpo.run.watchdog import PHASES, SHOWN, Position, RankState, describe_stall, held_up_by
 
 
-def at(step=3, after=5.0, phase="update", waits=False, beat=1, stack=("own.py:4",)) -> Position:
-    return Position(
-        host="here",
-        process=7,
-        beat=beat,
-        step=step,
-        after=after,
-        phase=phase,
-        line="own.py:4 in own",
-        stack=list(stack),
-        waits=waits,
-    )
+def at(**changes) -> Position:
+    in_run = {"step": 3, "after": 5.0, "phase": "update"}
+    in_code = {"line": "own.py:4 in own", "stack": ["own.py:4"], "waits": False}
+    return Position(**{"host": "here", "process": 7, "beat": 1} | in_run | in_code | changes)
 
 
 def ranks(*positions: Position, moved=100.0, worked=100.0) -> dict[int, RankState]:
@@ -92,9 +84,8 @@ def test_every_phase_has_its_place():
     assert {node.value for node in clocks + named if isinstance(node, ast.Constant)} == set(PHASES)
 
 
-REPORT = (
-    r"grpo\.run\.watchdog: (?!.*(before its first step|no word of))"  # not of a slow start, with so little patience
-)
+# Not of a slow start, with so little patience.
+REPORT = r"grpo\.run\.watchdog: (?!.*(before its first step|no word of))"
 HANG = """
 import os, time
 from pathlib import Path
@@ -116,7 +107,7 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
     words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
     hurry = ",".join(f"grpo.run.watchdog:{change}" for change in ("PATIENCE=3", "BEAT=0.5", "TIME_OUT=9"))
     with training(2, words, *altered("set_values", hurry)) as process:
-        reach(process, run, 12)  # a rank tells where it is twice a second: not before its first step any more
+        reach(process, run, 12)  # a rank tells its place twice a second: not before its first step any more
         alive = ranks_of(process)
         below = processes_below(process)
         if kind == "a reward function hangs":

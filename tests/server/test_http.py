@@ -1,4 +1,4 @@
-"""The HTTP layer by raw sockets: where a request ends, how much of it is taken, and how long it may take.
+"""The HTTP layer by raw sockets: the end of a request, how much of it is taken, and how long it may take.
 
 A request whose end a proxy in front could see elsewhere is refused, and its connection ends: what came behind it is
 never read as a request of its own.
@@ -68,7 +68,7 @@ def connect(server) -> socket.socket:
 def read(connection: socket.socket, count: int) -> list[Answer]:
     """The next answers, up to `count`: fewer where the server ends the connection."""
     answers = []
-    with connection.makefile("rb", buffering=0) as stream:  # what comes behind the last one stays for the next call
+    with connection.makefile("rb", buffering=0) as stream:  # bytes behind the last one stay for the next call
         while len(answers) < count and (line := stream.readline()):
             headers, body = {}, b""
             while (header := stream.readline()) not in (b"\r\n", b""):
@@ -332,9 +332,8 @@ def test_with_a_token_host_and_origin_do_not_count(locked):
 def test_a_path_is_refused_as_it_is_routed(server, path):
     query = b"?sha256=" + b"a" * 64 + b"&size=9&offset=0"
     head = b"POST " + path + query + b" HTTP/1.1\r\nContent-Type: application/octet-stream\r\n"
-    assert [refused(answer) for answer in talk(server, head + b"Content-Length: 900000\r\n\r\n")] == [
-        (403, "no_updates")
-    ]
+    [answer] = talk(server, head + b"Content-Length: 900000\r\n\r\n")
+    assert refused(answer) == (403, "no_updates")
 
 
 def test_a_path_that_is_not_utf_8_is_no_path(server):
@@ -513,7 +512,7 @@ def test_its_url_can_be_asked(host):
 
 
 def test_what_came_in_time_is_answered_though_it_is_read_late(monkeypatch):
-    """Also what comes in the pass that finds another connection late, whose number it gets."""
+    """Also a request in the pass that finds another connection late, whose number it gets."""
 
     class Starved(HttpServer):
         """Gets no processor for longer than headers may take, between a connection and its bytes."""

@@ -187,13 +187,11 @@ def test_a_point_of_many_answers_counts_the_newest():
 
 
 def test_memory_stays_bounded_however_many_clients_and_errors_come():
-    monitor = Monitor()
+    monitor, facts = Monitor(), {"seconds": 0.01, "address": "10.0.0.1"}
     for number in range(1000):
-        monitor.answered(
-            "POST", "/v1/logprobs", 200, seconds=0.01, address="10.0.0.1", client=f"{number}" * 30, tokens=5
-        )
+        monitor.answered("POST", "/v1/logprobs", 200, client=f"{number}" * 30, tokens=5, **facts)
         error = ProtocolError(400, "malformed", "x" * 10_000)
-        monitor.answered("POST", "/v1/logprobs", 400, seconds=0.01, address="10.0.0.1", error=error)
+        monitor.answered("POST", "/v1/logprobs", 400, error=error, **facts)
     shown = monitor.status({})
     assert len(shown["clients"]) == 50 and len(shown["errors"]) == 20
     assert all(len(error["message"]) == 300 for error in shown["errors"])
@@ -202,10 +200,8 @@ def test_memory_stays_bounded_however_many_clients_and_errors_come():
 
 def test_a_while_in_which_everything_was_refused_has_a_summary_too():
     """It has no latencies, and the server's own thread writes it."""
-    monitor = Monitor()
-    monitor.answered(
-        "POST", "/v1/logprobs", 400, seconds=0.01, address="127.0.0.1", error=ProtocolError(400, "malformed", "no")
-    )
+    monitor, error = Monitor(), ProtocolError(400, "malformed", "no")
+    monitor.answered("POST", "/v1/logprobs", 400, seconds=0.01, address="127.0.0.1", error=error)
     summary = monitor.summary({})
     assert "answers 1 x 400; 0 tokens/s" in summary, summary
     assert monitor.summary({}) is None

@@ -1,4 +1,4 @@
-"""The server's live page in a real Chromium, before a server under load: what a person sees and what it refuses."""
+"""The server's live page in a real Chromium, before a server under load: a person's view, and its refusals."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
 
 
 def check_charts(browser):
-    """Each has a curve and says in words what it shows, at the pointer too."""
+    """Each has a curve and says its numbers in words, at the pointer too."""
     for id in ("throughput", "latency", "queue", "busy", "memory", "batches"):
         browser.wait(f"document.querySelector('#{id} .curve:not(.second)').getAttribute('d').includes('L')")
         words = browser.js(f"document.querySelector('#{id} svg').getAttribute('aria-label')").replace("\xa0", " ")
@@ -183,19 +183,8 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
         requests.post(f"{server.url}/v1/rollouts/{path}", data=body, params=query, headers=headers, timeout=10)
 
     def lease(name: str, card: str) -> None:
-        post(
-            "lease",
-            Lease(
-                worker=name,
-                room=1,
-                holds=[],
-                wait=0.0,
-                card=card,
-                version=0,
-                message="draws 1 group",
-                tokens_per_second=1234.0,
-            ).to_json(),
-        )
+        numbers = {"room": 1, "holds": [], "wait": 0.0, "version": 0, "tokens_per_second": 1234.0}
+        post("lease", Lease(worker=name, card=card, message="draws 1 group", **numbers).to_json())
 
     with running_pool(tmp_path) as server:
         browser.open(server.url)
@@ -205,12 +194,8 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
         data, tasks = weights(0), [Task(group=group, attempt=0, version=0, prompt_ids=[7]) for group in range(4)]
         post("files", data, sha256=sha(data), size=len(data), offset=0)
         post("run", RUN.to_json())
-        post(
-            "versions",
-            Version(
-                version=0, sha256=sha(data), size=len(data), whole=True, base=None, delta=None, probe=PROBE
-            ).to_json(),
-        )
+        version = Version(version=0, sha256=sha(data), size=len(data), whole=True, base=None, delta=None, probe=PROBE)
+        post("versions", version.to_json())
         post("tasks", encode_tasks(tasks))
         lease("box #1a2b3c4d", "RTX 4090")
         post("results", encode_drawn([drawn(tasks[0])], [(0, sha(data))]), worker="box #1a2b3c4d")

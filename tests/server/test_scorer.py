@@ -25,16 +25,7 @@ from grpo.wire.refusals import ProtocolError
 class Desk:
     """A scorer whose first pass waits until `go`, with the rows that each later pass fed."""
 
-    def __init__(
-        self,
-        budget: int,
-        config: str = "qwen2",
-        fits: int = 10**9,
-        poison: int | None = None,
-        error=ValueError,
-        queue: int = 10**6,
-        deterministic: bool = False,
-    ):
+    def __init__(self, budget: int, config="qwen2", fits=10**9, poison: int | None = None, error=ValueError, **limits):
         self.model, self.plain = build(CONFIGS[config]), build(CONFIGS[config])
         self.batcher = make_batcher(self.model, 0)
         self.passes: list[torch.Tensor] = []
@@ -43,9 +34,7 @@ class Desk:
         self._fits, self._poison, self._error = fits, poison, error
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.notes: list[Pass] = []
-        self.queue = FairQueue(
-            self.batcher, budget=budget, max_tokens=queue, max_requests=1000, deterministic=deterministic
-        )
+        self.queue = FairQueue(self.batcher, budget=budget, **{"max_tokens": 10**6, "max_requests": 1000} | limits)
         self.scorer = Scorer(self.queue, self.model, self.batcher, on_death=self.dead.append, on_pass=self.notes.append)
         self.first = self.ask([63], [[62]])
         assert self._busy.wait(30)
@@ -140,7 +129,7 @@ def refused(desk, prompt, completions, client) -> None:
 
 
 def test_a_client_may_hold_as_many_tokens_as_stay_free_and_a_newcomer_finds_room():
-    desk = Desk(budget=100, queue=100)  # 2 tokens are in the held pass, another client's
+    desk = Desk(budget=100, max_tokens=100)  # 2 tokens are in the held pass, another client's
     answers = [desk.ask([5], [[6] * 48], "a")]  # 49 of its own, 49 free
     refused(desk, [7], [[]], "a")
     answers.append(desk.ask([7], [[8] * 23], "b"))  # 24 of its own, 25 free
@@ -189,10 +178,7 @@ def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
     assert all(ids.numel() <= 40 for ids in busy.passes)
     assert len(busy.fed()) == len(waiting) + len(quiet.fed())  # no pass is shared
 
-    (prompt, completions), (_, _), (other, others) = requests
-    together = LogprobsRequest.joined(
-        [LogprobsRequest.of(*pair, 1.0) for pair in ((other, others), (prompt, completions))]
-    )
+    together = LogprobsRequest.joined([LogprobsRequest.of(*request, 1.0) for request in (requests[2], requests[0])])
     values = busy.queue.submit(together).result(30).values
     assert values.tobytes() == alone[2].values.tobytes() + alone[0].values.tobytes()
 
@@ -229,9 +215,8 @@ def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(con
     answers = [desk.ask(*request, client=str(request[0])) for request in requests]
     desk.go(*answers)
     warnings = [record.getMessage() for record in caplog.records if record.name == "grpo.server.scorer"]
-    assert warnings == [
-        f"out of memory: batches of {budget} tokens from now on (--max_batch_tokens)" for budget in (32, 16)
-    ]
+    said = "out of memory: batches of {} tokens from now on (--max_batch_tokens)"
+    assert warnings == [said.format(budget) for budget in (32, 16)]
     before = len(desk.passes)
     again = [desk.ask(*request, client=str(request[0])) for request in requests]
     for answer, request in zip(answers + again, requests + requests, strict=True):
@@ -271,7 +256,7 @@ GONE = ProtocolError(499, "client_gone", "gone")
 
 
 def test_a_cancelled_request_that_waits_is_not_computed_and_its_room_is_free():
-    desk = Desk(budget=100, queue=100)
+    desk = Desk(budget=100, max_tokens=100)
     lost = desk.ask([5], [[6] * 48], "a")
     refused(desk, [7], [[8] * 30], "b")
     desk.queue.cancel(lost, GONE)
@@ -287,9 +272,8 @@ def test_a_cancelled_request_that_waits_is_not_computed_and_its_room_is_free():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("exchange", [False, True])
 def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(deterministic, exchange):
-    queue = FairQueue(
-        Batcher(0, packs=False), budget=20, max_tokens=1000, max_requests=100, deterministic=deterministic
-    )
+    limits = {"budget": 20, "max_tokens": 1000, "max_requests": 100}
+    queue = FairQueue(Batcher(0, packs=False), **limits, deterministic=deterministic)
     lost = queue.submit(LogprobsRequest.of([5, 6], [[7] * 8] * 6, 1.0), "a")
     begun = queue.take()
     assert 0 < len(begun) < 6

@@ -1,4 +1,4 @@
-"""Prompts with pictures at a server of a model: what it answers, and what it refuses before anything waits.
+"""Prompts with pictures at a server of a model: its answers, and its refusals before anything waits.
 
 The service is the server's own, with the model loaded, without its HTTP."""
 
@@ -160,7 +160,7 @@ def wrong(plain: Plain) -> dict[str, tuple]:
     single, two = prompt_of(plain, SMALL), prompt_of(plain, SMALL, WIDE)
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     png, jpeg = encoded(Image.fromarray(noise)), encoded(Image.fromarray(noise), "JPEG")
-    long = encoded(Image.new("RGB", (1000, 2)))
+    long, bomb = encoded(Image.new("RGB", (1000, 2))), changed(single, files=[png_claiming(10**5, 10**5)])
     token = plain.picture_token
     bad, fit = (400, "malformed"), (422, "wrong_pictures")
     in_one_row = changed(two, [token] * [*two].count(token))
@@ -175,12 +175,7 @@ def wrong(plain: Plain) -> dict[str, tuple]:
         "an odd shape": (changed(single, files=[long]), *bad, "a picture of sequence 0 is refused by the model"),
         "cut PNG": (changed(single, files=[png[:-200]]), *bad, "a picture of sequence 0 is damaged"),
         "cut JPEG": (changed(single, files=[jpeg[:-200]]), *bad, "a picture of sequence 0 is damaged"),
-        "a bomb": (
-            changed(single, files=[png_claiming(10**5, 10**5)]),
-            422,
-            "too_many_pixels",
-            "picture 0 has 100000 x",
-        ),
+        "a bomb": (bomb, 422, "too_many_pixels", "picture 0 has 100000 x"),
     }
 
 

@@ -1,4 +1,4 @@
-"""New weights for a running server: what it takes, what it refuses, and that no answer is of two models."""
+"""New weights for a running server: those that it takes or refuses, and that no answer is of two models."""
 
 import hashlib
 import itertools
@@ -48,9 +48,8 @@ class Update:
 
     def send(self, server, start: int = 0, end: int | None = None, **changes) -> requests.Response:
         query = {"sha256": self.sha256, "size": len(self.body), "offset": start} | changes
-        return requests.post(
-            server.url + "/v1/weights", params=query, data=self.body[start:end], headers=TYPE, timeout=30
-        )
+        url = server.url + "/v1/weights"
+        return requests.post(url, params=query, data=self.body[start:end], headers=TYPE, timeout=30)
 
     def commit(self, server, **changes) -> requests.Response:
         query = {"sha256": self.sha256, "replaces": served(server), "becomes": self.becomes} | changes
@@ -67,9 +66,8 @@ def served(server) -> str:
 
 def logprobs(server, prompt, completions) -> tuple[np.ndarray, str]:
     body = encode_request(LogprobsRequest.of(prompt, completions, 1.0))
-    answer = decode_answer(
-        requests.post(server.url + "/v1/logprobs", data=body, timeout=60).content, sum(map(len, completions))
-    )
+    said = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+    answer = decode_answer(said.content, sum(map(len, completions)))
     return answer.logprobs, answer.model_fingerprint
 
 
@@ -226,10 +224,8 @@ def test_queries_bodies_and_types_that_are_not_right_are_refused(server, make):
     status, code, message = refusal(update.send(server, 0, 10, size=10**6))
     assert (status, code) == (400, "malformed") and f"this upload has {len(update.body)} bytes" in message
     for kind in (None, "text/plain", "application/x-www-form-urlencoded"):
-        for path in ("", "/commit"):
-            answer = requests.post(
-                server.url + "/v1/weights" + path, data=b"x", headers={"Content-Type": kind}, timeout=5
-            )
+        for path in ("/v1/weights", "/v1/weights/commit"):
+            answer = requests.post(server.url + path, data=b"x", headers={"Content-Type": kind}, timeout=5)
             assert refusal(answer)[:2] == (415, "unsupported_media_type")
     assert requests.get(server.url + "/v1/weights", timeout=5).status_code == 405
 
@@ -250,7 +246,7 @@ def huge(name: str, tensor: torch.Tensor) -> None:
 
 
 def test_finite_weights_with_which_nothing_can_be_scored_are_refused_and_the_old_ones_answer_on(server, make):
-    """Also what is asked beside it says truly which model it is of; and again after other weights."""
+    """Also the answers beside it name the model that they are of; and again after other weights."""
     prompt, completions = [5, 6, 7], [[number] * 50 for number in range(8, 16)]
     bad = make(30, huge)
     for good in (make(31), make(32)):
