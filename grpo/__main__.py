@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo import __version__
 from grpo.config.fields import PACKAGE, PROGRAMS
 
-# Of each command the file of its program, what it does, and its first options.
+# Of each command the file of its program, its purpose, and its first options.
 COMMANDS = {
     "init": (PACKAGE / "init.py", "write a starting point: settings, rewards, data"),
     "launch": (
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def versions() -> str:
-    """Return this package's version, those of what it runs on, and the cards that torch can use."""
+    """Return the versions of this package and of those below it, and the cards that torch can use."""
     lines = [f"grpo {__version__}"]
     for name in ("torch", "transformers", "deepspeed"):
         try:

@@ -7,7 +7,7 @@
 
 A run is that of `grpo launch`, in processes of their own: it has the machine's cards, gives them back at its end, and
 starts the reference server if it needs one. Under torchrun or the deepspeed launcher each rank runs its trainer so.
-What it is given lies in the folder OUTPUT_DIR.inputs: rows, functions (dill stores them), and settings that
+Its inputs lie in the folder OUTPUT_DIR.inputs: rows, functions (dill stores them), and settings that
 `grpo launch --config` takes.
 """
 
@@ -85,7 +85,7 @@ class SavedRun:
         return Metrics(read_records(self.folder / "metrics.jsonl"))
 
     def evaluate(self, dataset: Rows | None = None, **settings: Any) -> dict[str, float]:
-        """Return what the model's answers earn on these rows, or on the run's own: the metrics of `grpo eval`, whose
+        """Return the rewards of the model's answers to these rows, or the run's own: the metrics of `grpo eval`, whose
         options `settings` are. Raises SettingsError, RunError."""
         with tempfile.TemporaryDirectory() as folder:
             inputs = _Inputs(Path(folder), is_shared=False)
@@ -330,7 +330,7 @@ def _alone() -> dict[str, str]:
 
 def _follow(program: list[str], config: Path, environment: Mapping[str, str]) -> None:
     """Run a program with these settings to its end; print its lines, or show steps as a bar. Pass signals on."""
-    # What the user's code starts may print any bytes.
+    # Programs of the user's code may print any bytes.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
     process = start_program([*program, "--config", str(config)], environment, **streams)
     errors: list[str] = []
@@ -361,7 +361,7 @@ def _raise(code: int, message: str = "") -> None:
 
 
 class _Screen:
-    """What is seen of a program: its lines, and in a terminal or notebook a bar instead of a line for each step."""
+    """The display of a program: its lines, and in a terminal or notebook a bar instead of a line for each step."""
 
     def __init__(self) -> None:
         self._bar = None

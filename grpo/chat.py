@@ -130,7 +130,7 @@ def talk_to_agent(config: ChatConfig, interactive: bool) -> None:
 
 
 def show_episode(rollout: Rollout) -> None:
-    """Print what the model said, what it was told in brackets, and how the episode ended."""
+    """Print the model's messages, those to it in brackets, and how the episode ended."""
     from grpo.data.responder import show_answer
 
     outcome = rollout.outcome

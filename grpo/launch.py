@@ -134,7 +134,7 @@ class ServiceProcess:
     words: list[str]
     cards: list[str]
     failures: FailureCount
-    url: str | None = None  # where it says that it is ready; None: it answers nobody
+    url: str | None = None  # at which it says that it is ready; None: it answers nobody
     process: subprocess.Popen | None = None
     was_ready: bool = False
 
@@ -189,40 +189,22 @@ class Programs:
     def _plan_services(self) -> list[ServiceProcess]:
         config, share, run = self._config, self._share, Path(self._config.output_dir)
         services, settings = [], ["--config", str(self._settings)]
+
+        def add(name: str, words: list[str], cards: list[str], port: int | None = None) -> None:
+            url = None if port is None else f"http://127.0.0.1:{port}"
+            services.append(ServiceProcess(name=name, words=words, cards=cards, failures=FailureCount(run), url=url))
+
         if share.server_cards is not None:
-            url = f"http://127.0.0.1:{config.port}"
-            server = ["ref_server.py", *settings]
-            services.append(
-                ServiceProcess(
-                    name="the reference server",
-                    words=server,
-                    cards=share.server_cards,
-                    failures=FailureCount(run),
-                    url=url,
-                )
-            )
+            add("the reference server", ["ref_server.py", *settings], share.server_cards, config.port)
         if config.workers_beside and config.node_rank == 0:
             address = ["--host", config.host, "--port", str(config.pool_port)]
             token = ["--token_file", config.token_file] if config.token_file else []
-            url = f"http://127.0.0.1:{config.pool_port}"
-            services.append(
-                ServiceProcess(
-                    name="the pool",
-                    words=[*pool_words(config), *address, *token],
-                    cards=[],
-                    failures=FailureCount(run),
-                    url=url,
-                )
-            )
+            add("the pool", [*pool_words(config), *address, *token], [], config.pool_port)
         for number, card in enumerate(share.worker_cards, 1):
-            words = [*worker_words(config), *settings]
-            services.append(
-                ServiceProcess(name=f"worker {number}", words=words, cards=[card], failures=FailureCount(run))
-            )
+            add(f"worker {number}", [*worker_words(config), *settings], [card])
         return services
 
     def _start_service(self, service: ServiceProcess) -> None:
-        """Start a service on its GPU; without one, on the CPU."""
         service.was_ready = service.url is None
         service.process = self._start(service.words, service.cards, {})
         place = f"GPU {service.cards[0]}" if any(service.cards) else "the CPU"
@@ -230,7 +212,6 @@ class Programs:
         log.info("%s starts on %s%s", service.name, place, page)
 
     def _start_trainer(self) -> None:
-        """Start a rank on each of its GPUs; without any, on the CPU."""
         on_stop_signals(self._pass_on)
         share, config = self._share, self._config
         shared = {"WORLD_SIZE": share.world_size, "LOCAL_SIZE": share.ranks}

@@ -84,7 +84,7 @@ def end_at_ctrl_c() -> None:
 
 
 def wake_main_thread() -> None:
-    """Let a signal end what the main thread waits for, also one that the system gives to another thread, as it may
+    """Let a signal end the main thread's wait, also one that the system gives to another thread, as it may
     after Ctrl-Z and fg: Python calls the handlers in the main thread alone."""
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -160,11 +160,10 @@ def allow_open_files(needed: int = 256, other_remedy: str = "") -> None:
 
 
 def is_first_rank() -> bool:
-    """Tell whether this is the first of all ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def program_name() -> str:
-    """Return what the user wrote before the options: a file's name, or `python -m` and a module's."""
+    """Return the words before the options: a file's name, or `python -m` and a module's."""
     spec = sys.modules["__main__"].__spec__
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name

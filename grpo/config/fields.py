@@ -1,4 +1,4 @@
-"""What the settings of all programs share: a field with help and limits, and the checks. Field names follow TRL's
+"""The common part of all programs' settings: a field with help and limits, and the checks. Field names follow TRL's
 GRPOConfig, ModelConfig and ScriptArguments."""
 
 from __future__ import annotations
@@ -112,5 +112,5 @@ class Section:
             self.refuse(field, text)
 
     def refuse(self, field: str, remedy: str) -> NoReturn:
-        """Raise ConfigError: say what is wrong with a setting, and what to do."""
+        """Raise ConfigError for a setting, and say what to do."""
         raise ConfigError(f"{field}={getattr(self, field)!r}: {remedy}")

@@ -191,7 +191,7 @@ _OF_VERL = {
     "num_generations": 1,
     "save_total_limit": 0,
 }
-# What a setting is there where a file does not name it, if it is something else here. Not so EasyR1's
+# The value of a setting there that a file does not name, if it is another one here. Not so EasyR1's
 # trust_remote_code: code that comes with a model is run if a file says so.
 DEFAULTS: dict[str, Settings] = {
     "trl": {

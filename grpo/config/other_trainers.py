@@ -62,7 +62,7 @@ def _leaves(prefix: str, tree: dict[str, Any], wanted: Collection[str]) -> Itera
 
 
 def _referred(value: Any, given: Given) -> Any:
-    """Return the value of the setting that `${data.max_prompt_length}` refers to, or else what it says, as unknown."""
+    """Return the value of the setting that `${data.max_prompt_length}` refers to, or else its own text, as unknown."""
     if not isinstance(value, str) or "${" not in value:
         return value
     name = value.removeprefix("${").removesuffix("}")

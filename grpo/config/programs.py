@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token, read_urls
-from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, default_of, option
 from grpo.config.loss_settings import RewardedConfig
 from grpo.config.sampling_settings import (
@@ -53,7 +52,7 @@ class WorkerConfig(AgentCodeSection, TurnsCodeSection):
         try:
             shlex.split(self.vllm_args or "")
         except ValueError as error:
-            raise ConfigError(f"vllm_args={self.vllm_args!r}: {error}: quote it as in a shell") from error
+            self.refuse("vllm_args", f"{error}: quote it as in a shell")
         self.token = find_token(self.token_file)
         check_ca_file(self)
         self.name = self.name or socket.gethostname()
@@ -211,7 +210,7 @@ class LaunchConfig(TrainerConfig, ServerConfig):
         }
 
     def passed_on(self) -> dict[str, Any]:
-        """Return the changed settings that a launcher on another machine needs: without its place, and without what it
+        """Return the changed settings that a launcher on another machine needs: not its place, nor those that it
         finds out by itself."""
         derived = {"ref_servers": self.starts_server, "sampler": self.workers, "pool": self.workers}
         return {name: value for name, value in self.changed().items() if name not in _PLACES and not derived.get(name)}

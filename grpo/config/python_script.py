@@ -80,7 +80,7 @@ def parse_script(text: str, path: Path) -> ast.Module:
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return what the names stand for that are assigned once."""
+    """Return the values of names that are assigned once."""
     stored = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     found = {}
     for node in ast.walk(tree):
@@ -107,7 +107,7 @@ _PARSERS = {"TrlParser", "HfArgumentParser"}
 
 
 def trl_settings(path: Path, tree: ast.Module) -> Given:
-    """Return the keywords of the calls that configure a trainer, and what is set on the configuration later. Raises
+    """Return the keywords of the calls that configure a trainer, and the configuration's later settings. Raises
     ConfigError if the script takes its settings from the command line."""
     names = _constants(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -166,7 +166,7 @@ def _loaded(node: ast.expr | None, names: Mapping[str, ast.expr]) -> Given:
 
 
 def _name_of(call: ast.expr | None) -> str:
-    """Return the last part of the name of what is called."""
+    """Return the last part of a called name."""
     function = getattr(call, "func", None)
     return getattr(function, "id", getattr(function, "attr", ""))
 

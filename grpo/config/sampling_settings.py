@@ -129,7 +129,7 @@ def is_adapted(name: str | None) -> bool:
 
 
 def label_of(agent: str) -> str:
-    """Return what the setting `agent` is called in metrics: its function's name, or its package's."""
+    """Return the name of the setting `agent` in metrics: its function's name, or its package's."""
     if agent.startswith("command:"):
         return "agent"
     return Path(agent.partition(":")[2]).stem if is_adapted(agent) else agent.rpartition(":")[2]

@@ -145,7 +145,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
 
 @dataclass
 class RecordSection(Section):
-    """Settings of a run's folder: what is saved and evaluated, and how often."""
+    """Settings of a run's folder: saving and evaluation, and how often."""
 
     HEADING = "evaluation and records"
 
@@ -266,7 +266,7 @@ class TrainerConfig(
 
     @property
     def is_taught_alone(self) -> bool:
-        """whether only a teacher says what is good: there are no rewards, or none has a weight"""
+        """whether a teacher alone judges: there are no rewards, or none has a weight"""
         has_rewards = any(self.reward_weights) or self.environment is not None or self.agent is not None
         return bool(self.teacher_servers) and not has_rewards
 

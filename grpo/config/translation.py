@@ -23,7 +23,7 @@ from grpo.config.programs import LaunchConfig
 from grpo.config.python_script import Unknown
 
 FIELDS = {each.name: each for each in fields(LaunchConfig)}
-_TOLD_IF_OFF = {"filter_overlong_prompts", "val_before_train"}  # the hints of all others are for what is on
+_TOLD_IF_OFF = {"filter_overlong_prompts", "val_before_train"}  # all other hints are for settings that are on
 _HINTS = {
     **dict.fromkeys(("min_pixels", "max_pixels"), "it is for a model that reads pictures"),
     "shuffle": "",  # of the completions of a round; verl has the name for the prompts too
@@ -106,7 +106,7 @@ class OnlyTheScriptKnows(Exception):
 
 
 class Parts:
-    """What another trainer's file says, by our names; which pieces of settings were used, and what is lost."""
+    """What another trainer's file says, by our names; which pieces of settings were used or lost."""
 
     def __init__(self, trainer: str, path: Path, given: Settings, table: dict[str, Rule]):
         self.trainer, self.path, self.given = trainer, path, given
@@ -151,7 +151,7 @@ class Parts:
         return self.values.get(part, default)
 
     def lose(self, name: str, value: Any, hint: str | None = None) -> None:
-        """List a setting with its value and a hint, unset what INSTEAD says of it or of what it belongs to."""
+        """List a setting with its value and a hint, unset that of INSTEAD for it or for its section."""
         if hint is None:
             *_, last = steps = name.split(".")[1:] or [name]
             is_on = value not in (None, False, "", [], {})
@@ -183,7 +183,7 @@ def _rounds_of_trl(parts: Parts) -> Settings:
 
 
 def _rounds_of_sequences(parts: Parts, default: int | None = None) -> Settings:
-    """Count prompts and updates where a batch counts completions, and steps are of accumulation."""
+    """Count prompts and updates; there a batch counts completions, and steps are of accumulation."""
     passes = parts.take("_accumulation", 1)
     sequences = parts.take("_sequences", default)
     prompts = sequences and max(1, sequences * passes // parts.take("num_generations", 8))

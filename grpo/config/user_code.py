@@ -37,7 +37,7 @@ _kept = ExitStack()  # restores the states before the first of the running calls
 
 
 def parameters_of(function: Callable, follow_wrapped: bool = False) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of what is called; with `follow_wrapped`, of the function that a decorator wraps: what
+    """Return the parameters of a callable; with `follow_wrapped`, of the function that a decorator wraps: what
     update_wrapper shows is the signature of another function. None of what has no signature, as some functions in C."""
     try:
         return signature_of(function, follow_wrapped=follow_wrapped).parameters

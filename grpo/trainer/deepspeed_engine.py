@@ -84,7 +84,7 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose moments are in 8 bits, as in `Trainer`: matrices, but no embeddings, nothing small.
-    ZeRO-2 makes one tensor of a group, in which bitsandbytes could not see what is small."""
+    ZeRO-2 makes one tensor of a group, in which bitsandbytes could not see the small ones."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [weight for weight in parameter_groups(model)[0] if id(weight) not in embeddings and weight.numel() >= 4096]
 
@@ -103,7 +103,7 @@ def in_parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LRScheduler:
-    """Make the schedule of the rate, that of `transformers.get_scheduler`. Raises ConfigError where it refuses."""
+    """Make the schedule of the rate, that of `transformers.get_scheduler`. Raises ConfigError if it refuses."""
     name, arguments, last = config.lr_scheduler_type, config.lr_scheduler_kwargs, config.max_steps
     warmup = math.ceil(config.warmup_steps * (last if config.warmup_steps < 1 else 1))
     if arguments or name not in ("constant_with_warmup", "linear", "cosine"):
@@ -111,11 +111,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LR
 
         try:
             return get_scheduler(
-                name,
-                optimizer,
-                num_warmup_steps=warmup,
-                num_training_steps=last,
-                scheduler_specific_kwargs=arguments,
+                name, optimizer, num_warmup_steps=warmup, num_training_steps=last, scheduler_specific_kwargs=arguments
             )
         except (TypeError, ValueError) as error:
             config.refuse("lr_scheduler_kwargs", f"{name}: {one_line(error)}: give the arguments of transformers' own")
@@ -264,7 +260,7 @@ def _shard(model: PreTrainedModel, ds_config: dict) -> None:
 
 
 def _notice_passes(offload: Any, model: PreTrainedModel) -> None:
-    """Let DeepSpeed know where a pass begins, for it fetches weights ahead in the order of the pass before: to it a
+    """Let DeepSpeed know the begin of a pass, for it fetches weights ahead in the order of the pass before: to it a
     pass is one of the whole model, and here the body computes. All ranks compute equally many, unless they draw."""
 
     def begin(*_) -> None:

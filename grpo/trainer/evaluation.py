@@ -143,7 +143,7 @@ def pass_at_k(correct: np.ndarray, n: int, k: int) -> np.ndarray:
 
 
 def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarray]:
-    """Return verdicts, or rewards where there are none: [functions, completions] -> [completions] by name."""
+    """Return verdicts, or without any rewards: [functions, completions] -> [completions] by name."""
     rewards = by_function.numpy()
     if rewarder.verdicts:
         judged = {"correct": rewarder.is_correct(rewards)}

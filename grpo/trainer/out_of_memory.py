@@ -30,7 +30,7 @@ class OutOfMemory(Exception):
 def explain_shortage(
     place: Callable[[], tuple[str, str]], config: TrainerConfig, way_on: Callable[[], str]
 ) -> Iterator[None]:
-    """Raise OutOfMemory for an error in the block that means it. `place` returns where it was, such as "update of step
+    """Raise OutOfMemory for an error in the block that means it. `place` returns its place, such as "update of step
     7", and the phase; `way_on` how to continue the run."""
     try:
         yield
@@ -65,7 +65,7 @@ def _draws(phase: str, config: TrainerConfig) -> bool:
 
 def _lowered(error: BaseException, phase: str, config: TrainerConfig) -> dict[str, int]:
     """Return the setting that needs less memory with half of its value, but no less than it can have: the run's numbers
-    do not depend on it. Empty where it has its least, or would not help."""
+    do not depend on it. Empty at its least, or if it would not help."""
     if _draws(phase, config):
         draws_whole_groups = config.sampler == "generate" and phase != EVALUATION
         name, least = "sequences_per_generate", config.draws if draws_whole_groups else 1

@@ -55,7 +55,7 @@ def _check_model(model: PreTrainedModel, config: TrainerConfig) -> None:
 
 
 def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> LocalReference | None:
-    """Add the adapter, freeze what is not trained, recompute activations; return the policy as its own reference."""
+    """Add the adapter, freeze the rest, recompute activations; return the policy as its own reference."""
     came_with_adapter = config.use_peft and train_adapter(model, config)
     if config.freeze_vision_tower:
         freeze_vision_tower(model)

@@ -71,10 +71,7 @@ _MOST_COLUMNS = 32 << 20  # bytes of a request, half of a pool's limit
 def connect(config: TrainerConfig) -> PoolClient:
     """Return a client of the pool, which need not run yet. Raises ServerError if it refuses, or is another program."""
     pool = PoolClient(
-        config.pool,
-        token=config.token,
-        ref_ca_file=config.ref_ca_file,
-        request_timeout=config.ref_request_timeout,
+        config.pool, token=config.token, ref_ca_file=config.ref_ca_file, request_timeout=config.ref_request_timeout
     )
     with suppress(RequestFailure):
         pool.run()

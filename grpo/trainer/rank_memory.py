@@ -200,17 +200,12 @@ def _of_tokens(model: PreTrainedModel, work: RankWork, device_type: str) -> memo
     )
     return {
         "exchanged heads": exchanged,
-        "teacher's tokens": work.tokens * _of_teacher(config.teacher_top_k),
+        # Of a token k likeliest with their ids, the policy's log-probs of them, and in fp64 ten for each and the rest.
+        "teacher's tokens": work.tokens * (92 + 120 * config.teacher_top_k if config.teacher_top_k else 0),
         "activations": activations,
         "head's gradient": gradient,  # until the embeddings' is there, if tied
         **memory.beside_products(model, config.quantization, work.tokens),
     }
-
-
-def _of_teacher(top_k: int) -> int:
-    """Return the bytes of a token's part of a divergence: its k likeliest tokens with their ids, the policy's log-probs
-    of them, and in fp64 ten numbers for each and the rest."""
-    return 92 + 120 * top_k if top_k else 0
 
 
 # ZeRO-3's settings; these are DeepSpeed's defaults.

@@ -119,8 +119,8 @@ def record_step(
 
 
 def call_back(run: Run, step: int, batch: StepBatch, result: StepResult) -> str | None:
-    """Return what the user's callback, called on rank 0 with the step's row of metrics.jsonl and all its completions,
-    asks for; None without one. All ranks call this together. Raises RewardsLost if it raises, or asks for more."""
+    """Return the request of the user's callback, called on rank 0 with the step's row of metrics.jsonl and all its
+    completions; None without one. All ranks call this together. Raises RewardsLost if it raises, or asks for more."""
     if run.inputs.callback is None:
         return None
     completions = list(chain.from_iterable(gather(batch.to_lines(run.rounds.rewarder.names))))

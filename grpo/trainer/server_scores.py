@@ -20,18 +20,16 @@ class ServerScores:
     its branches."""
 
     def __init__(self, field: str, clients: Mapping[str, LogprobsClient], phase: str, top_k: int = 0):
-        """A sample's `field` takes what is said of it: with `top_k` the rows of LogprobsAnswer.table. Each client has
+        """A sample's `field` takes its answer: with `top_k` the rows of LogprobsAnswer.table. Each client has
         the prompts of a source, "" those of every other: without it these get NaN. Waiting is timed as `phase`."""
         self.field, self.clients, self.phase, self.top_k = field, clients, phase, top_k
         self._requests: dict[int, Answer | AnswersOfBranches | None] = {}
 
     def close(self) -> None:
-        """Send nothing more."""
         for client in self.clients.values():
             client.close()
 
     def forget(self) -> None:
-        """Forget the requests of the round before."""
         self._requests = {}
 
     def ask(self, groups: list[Group]) -> None:
@@ -70,7 +68,7 @@ class ServerScores:
             self.ask([group for group in batch.groups if group.id in unanswered])
 
     def cancel(self, group_id: int) -> None:
-        """Take back what is asked about a group, unless it is sent already."""
+        """Take back the questions about a group, unless they are sent already."""
         asked = self._requests.pop(group_id, None) or {}
         for request in [answer for answer, _ in asked.values()] if isinstance(asked, dict) else [asked]:
             request.cancel()

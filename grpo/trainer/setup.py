@@ -107,7 +107,7 @@ def set_up(
         reference=local_reference,
         weights_to_draw=partial(whole_weights, engine) if workers is None else nullcontext,
     )
-    publisher = _publisher(config, inputs, ranks, servers=servers, model=model, policy=policy_info, folder=folder)
+    publisher = _publisher(checkpoints, servers, model, policy_info)
     progress = _begin(
         checkpoints, checkpoint, engine=engine, rounds=rounds, publisher=publisher, reference=servers.reference
     )
@@ -153,15 +153,9 @@ def _start_engine(
 
 
 def _checkpoints(
-    inputs: Inputs,
-    ranks: Ranks,
-    folder: Path,
-    description: RunDescription,
-    *,
-    policy: ModelInfo,
-    servers: Servers,
+    inputs: Inputs, ranks: Ranks, folder: Path, description: RunDescription, *, policy: ModelInfo, servers: Servers
 ) -> Checkpoints:
-    """Return what keeps checkpoints in the run's folder; beside them an agent keeps its journal."""
+    """Return the keeper of checkpoints in the run's folder; beside them an agent keeps its journal."""
     checkpoints = Checkpoints(
         config=description.config,
         folder=folder,
@@ -180,25 +174,18 @@ def _checkpoints(
 
 
 def _publisher(
-    config: TrainerConfig,
-    inputs: Inputs,
-    ranks: Ranks,
-    *,
-    servers: Servers,
-    model: PreTrainedModel,
-    policy: ModelInfo,
-    folder: Path,
+    checkpoints: Checkpoints, servers: Servers, model: PreTrainedModel, policy: ModelInfo
 ) -> WeightPublisher | None:
-    if not config.ref_update_steps:
+    if not checkpoints.config.ref_update_steps:
         return None
     return WeightPublisher(
-        config=config,
+        config=checkpoints.config,
         client=servers.reference_client,
         model=model,
-        tokenizer=inputs.tokenizer,
+        tokenizer=checkpoints.tokenizer,
         policy=policy,
-        folder=folder if ranks.rank == 0 else None,
-        processor=inputs.processor,
+        folder=checkpoints.folder if checkpoints.rank == 0 else None,
+        processor=checkpoints.processor,
     )
 
 

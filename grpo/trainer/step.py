@@ -146,10 +146,10 @@ class _Step:
                     collected[name].append(value)
 
     def _forward(self, rows: list[Sample], high_entropy: list[np.ndarray] | None) -> tuple[Tokens, torch.Tensor | None]:
-        """Return what the loss is computed from, and with a balance loss the routers' logits."""
+        """Return the loss's input, and with a balance loss the routers' logits."""
         model, temperature, device = self.engine.module, self.config.temperature, self.engine.module.device
         batch, routers = _make(rows, self.batcher, device), None
-        # Copies to a card wait for what it has to do: before the forward pass, all but the reference's answers.
+        # Copies to a card wait for its work: before the forward pass, all but the reference's answers.
         lengths, of_completions = torch.tensor([sample.tokens for sample in rows], device=device), None
         if self.config.branch_weighting == "tokens" and any(sample.branch is not None for sample in rows):
             of_completions = torch.tensor([sample.completion_tokens for sample in rows], device=device)

@@ -222,7 +222,7 @@ def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _stats_of_episodes(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Return the numbers of a rank's episodes of an agent: the means of what it returned beside its reward, too."""
+    """Return the numbers of a rank's episodes of an agent: the means of its other numbers, too."""
     failures = Counter(episode.outcome.failure.replace(" ", "_") for episode in episodes if episode.outcome.failure)
     turns = [turn for episode in episodes for turn in episode.tree]
     begins = Counter(turn["begins"] for turn in turns if turn["begins"] is not None and turn["seen"])

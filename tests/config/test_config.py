@@ -36,12 +36,7 @@ def trainer(*options) -> TrainerConfig:
     return parse_arguments(TrainerConfig, "", list(options))
 
 
-def test_the_defaults_are_the_documented_ones():
-    config = trainer()
-    assert config.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert config.dataset_name == "openai/gsm8k"
-    assert config.ref_servers == ["http://127.0.0.1:59875"]
-    assert (config.beta, config.epsilon, config.upper_clip) == (0.04, 0.2, 0.2)
+def test_the_upper_clip_follows_from_the_lower_one_and_without_a_server_a_port_is_free():
     assert trainer("--epsilon", "0.1").upper_clip == 0.1 and trainer("--epsilon_high", "0.28").upper_clip == 0.28
     assert trainer("--loss_type", "cispo").upper_clip == 5.0
     assert trainer("--use_peft", "--ref", "adapter_off", "--port", "0").port == 0  # no server, no port
@@ -50,7 +45,6 @@ def test_the_defaults_are_the_documented_ones():
 IMPOSSIBLE = {
     "--temperature 0": "temperature=0.0: training and evaluation draw samples",
     "--temperature nan": "temperature=nan: use a finite number",
-    "--max_steps 0": "max_steps=0: use a number above 0",
     "--max_steps many": "max_steps='many': use a whole number",
     "--max_steps": "max_steps: expected one argument",
     "--port 0": "port=0: the trainer cannot know",
@@ -61,7 +55,6 @@ IMPOSSIBLE = {
         "in_flight_weight_updates=True: an agent's episode is drawn by one version: leave it out"
     ),
     "--chat_template_kwargs {enable": "chat_template_kwargs='{enable': ",
-    "--chat_template_kwargs [1]": "chat_template_kwargs=[1]: write a JSON object",
     "--chat_template_kwargs '{\"tokenize\":true}'": "the program itself sets tokenize: leave it out",
     "--reward_weights 1": "reward_weights=[1.0]: give 2 weights, one for each of correctness_reward format_reward",
     "--reward_weights 1 x": "reward_weights='x': use a number",
@@ -77,9 +70,7 @@ IMPOSSIBLE = {
     "--quantization 8bit --use_peft": "quantization='8bit': a log-prob would depend on its batch: use 4bit",
     "--report_to comet": "report_to='comet': use tensorboard, wandb",
     "--loss_type ppo": "loss_type='ppo': use grpo, bnpo",
-    "--advantage_estimator gae": "advantage_estimator='gae': use grpo, rloo",
     "--num_draws 4": "num_draws=4: use num_generations=8 or more",
-    "--num_generations 1": "num_generations=1: grpo compares a prompt's completions",
     "--scale_rewards batch --advantage_estimator opo": "scale_rewards='batch': opo does not divide by",
     "--scale_rewards none --advantage_estimator reinforce++": "scale_rewards='none': reinforce++ always divides",
     "--multi_objective_aggregation normalize_then_sum --advantage_estimator rloo": "multi_objective_aggregation='norm",
@@ -102,7 +93,6 @@ IMPOSSIBLE = {
     "--kl_in_reward --use_bias_correction_kl": "use_bias_correction_kl=True: it is for",
     "--importance_sampling_mode token_mask --importance_sampling_clip_min 4": "importance_sampling_clip_min=4.0: it is",
     "--ref adapter_off": "ref='adapter_off': it needs an adapter",
-    "--ref nobody": "ref='nobody': use server or adapter_off or local",
     "--system_prompt '' --save_system_prompt": "save_system_prompt=True: system_prompt is empty",
     "--use_peft perhaps": "use_peft='perhaps': use true or false",
     "--dtype float16": "dtype='float16': use auto or bfloat16 or float32",
@@ -119,11 +109,8 @@ IMPOSSIBLE = {
     "--lr_scheduler_kwargs [1] --lr_scheduler_type cosine": "lr_scheduler_kwargs=[1]: write a JSON object",
     "--lr_scheduler_kwargs '{\"num_cycles\":1}'": "lr_scheduler_kwargs={'num_cycles': 1}: a constant rate takes none",
     "--warmup_steps 2.5": "warmup_steps=2.5: use a whole number of updates, or a share",
-    "--warmup_ratio 0.1": "--warmup_ratio (use warmup_steps, where a number below 1 is a share): no such option",
     "--val_freq 5 --shuffle": "--val_freq (use eval_steps), --shuffle (use dataset_order: shuffled, or as_is)",
-    "--logging_strategy no": "--logging_strategy (leave it out: every step is recorded)",
     "--eval_delay 3": "error: --eval_delay: no such option",  # it is nothing like eval_steps
-    "--use_peft --lora_dropout 0.05": "--lora_dropout (leave it out: log-probs would be those of another distribution",
     "--lr 1e-6 --kl-coef=-1 --n -2 --seed 9": "--lr (use learning_rate), --kl-coef (use beta), --n (use",
 }
 
@@ -143,14 +130,10 @@ def test_what_is_named_for_a_setting_of_trls_is_a_setting_here():
 @pytest.mark.parametrize(
     "config_class, options, sentence",
     [
-        (ChatConfig, "--temperature -1", "temperature=-1.0: use 0 or more"),
-        (ChatConfig, "--dataset x", "--dataset: no such option"),
         (ServerConfig, "--host 0.0.0.0", "host='0.0.0.0': others could reach it there: give --token_file or"),
-        (ServerConfig, "--body_timeout nan", "body_timeout=nan: use a finite number"),
         (ServerConfig, "--task reward --quantization 8bit", "quantization='8bit': not for task reward"),
         (ServerConfig, "--device_map cuda", "device_map='cuda': use auto"),
         (ServerConfig, "--update_folder x --quantization 4bit", "update_folder='x': quantized weights cannot be"),
-        (ServerConfig, "--num_generations 4", "--num_generations: no such option"),
     ],
 )
 def test_other_programs_refuse_in_one_sentence(refused, config_class, options, sentence):
@@ -295,7 +278,6 @@ def test_one_file_serves_both(file):
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("learning_rat: 1", "learning_rat (did you mean learning_rate?): no such field; see --help all"),
         ("lr: 1\nmodle: x\nmax_batch_token: 1", "lr (use learning_rate), modle, max_batch_token (did you mean max_"),
         ("7: 1", "no such field"),
         ("beta: [1, 2]", "beta=[1, 2]: give a single value"),
@@ -307,9 +289,7 @@ def test_one_file_serves_both(file):
         pytest.param("seed: " + 1000 * "[", "not YAML: maximum recursion", id="brackets"),
         ("chat_template_kwargs: &a {x: *a}", "*a stands for another place's value: write the value"),
         pytest.param(LAUGHS, "*a0 stands for another place's value", id="aliases"),
-        ("max_steps: many", "settings.yaml: max_steps='many': use a whole number"),
         ("reward_weights: [1, -1e-3, '--dry_run']", "settings.yaml: reward_weights='--dry_run': use a number"),
-        ("reward_weights: [1, -.inf]", "reward_weights=[1.0, -inf]: use a finite number"),
     ],
 )
 def test_a_file_is_checked_like_the_command_line(refused, file, text, sentence):
@@ -355,13 +335,8 @@ SOURCES = {
     },
     "simple_grpo": {
         **{"num_generations": 8, "max_completion_length": 700, "temperature": 0.9, "reward_tolerance": 1e-4},
-        **{
-            "beta": 0.04,
-            "epsilon": 0.2,
-            "learning_rate": 1e-6,
-            "max_steps": 1000 // 4,
-            "steps_per_generation": 16 // 4,
-        },
+        **{"beta": 0.04, "epsilon": 0.2, "learning_rate": 1e-6},
+        **{"max_steps": 1000 // 4, "steps_per_generation": 16 // 4},
     },
     "geometry3k_vl": {**EASYR1, "num_generations": 5, "max_completion_length": 2048, "prompts_per_step": 128 // 7 * 7},
     "geometry3k_a800": {

@@ -397,10 +397,8 @@ FILES = {
         },
         [
             "worker.actor.optim.strategy: adamw_bf16",
-            *(
-                "algorithm.online_filtering: True (use max_resample)",
-                "data.format_prompt: ./examples/format_prompt/math",
-            ),
+            "algorithm.online_filtering: True (use max_resample)",
+            "data.format_prompt: ./examples/format_prompt/math",
             'worker.reward.reward_function_kwargs: {"longest": 2048, "penalty": 1.0}',
             "worker.reward.reward_function: ./examples/reward_function/math.py:compute_score (write it into rewards.py",
             "worker.rollout.val_override_config.temperature: 0.6 (use num_generations_eval and eval_temperature)",
@@ -463,22 +461,13 @@ FILES = {
         {
             **{"system_prompt": "You are a helpful AI.\nThink first.", "prompt_format": "chat", "save_steps": None},
             **{"dataset_prompt_column": "problem", "eval_steps": 0, "prompts_per_step": 4, "dtype": "bfloat16"},
-            **{
-                "warmup_steps": 0.1,
-                "optim": "adamw_torch",
-                "hub_model_id": None,
-                "log_level": None,
-                "loss_type": "dapo",
-            },
+            **{"warmup_steps": 0.1, "optim": "adamw_torch", "hub_model_id": None, "log_level": None},
             **{"lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "reward_funcs": ["accuracy", "format"], "max_steps": None},
+            "loss_type": "dapo",
         },
         [
-            *(
-                "save_strategy: epoch (use save_steps",
-                "use_liger_kernel: False\n",
-                "do_eval: False\n",
-                "log_level: info\n",
-            ),
+            *("save_strategy: epoch (use save_steps", "use_liger_kernel: False\n", "do_eval: False\n"),
+            "log_level: info\n",
             *("hub_model_id: mine (it does nothing without push_to_hub)", "hub_token: (hidden) (set the environment"),
             "per_device_train_batch_size: 16 (prompts_per_step is of one process: multiply it by their number)",
             "gradient_checkpointing_kwargs: {'use_reentrant': False}",
@@ -487,17 +476,9 @@ FILES = {
     "a command for Open-R1's script": (
         *("trl", {"slurm/train.sh": TRL_COMMAND, "recipes/config.yaml": OPEN_R1}),
         {
-            **{
-                "learning_rate": 3e-6,
-                "use_peft": True,
-                "lora_target_modules": ["q_proj", "v_proj"],
-                "lora_alpha": None,
-            },
-            **{
-                "system_prompt": "You are a helpful AI.\nThink first.",
-                "reward_funcs": ["accuracy", "mine"],
-                "output_dir": None,
-            },
+            **{"learning_rate": 3e-6, "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]},
+            **{"system_prompt": "You are a helpful AI.\nThink first.", "reward_funcs": ["accuracy", "mine"]},
+            **{"lora_alpha": None, "output_dir": None},
         },
         ["output_dir: out/$RUN_OF_NOBODY (only the script knows it: write its value)"],
     ),
@@ -629,14 +610,8 @@ def test_a_part_of_a_setting_without_effect_is_listed_and_a_launch_never_sees_it
     written, listed = translated("easyr1", save(folder, {"run.sh": text}))
     assert written["max_steps"] == 18 and written["beta"] == 0 and "num_train_epochs" not in written
     for each in (
-        "total_epochs: 3 (the number of steps counts)",
-        "lora.alpha: 32 (it does nothing without a LoRA rank)",
-    ):
-        assert each in listed
-    for each in (
-        "kl_target: 0.2 (no KL in a reward",
-        "kl_coef: 0.5 (there is no KL",
-        "min_lr_ratio: 0.1 (it is for a",
+        *("total_epochs: 3 (the number of steps counts)", "lora.alpha: 32 (it does nothing without a LoRA rank)"),
+        *("kl_target: 0.2 (no KL in a reward", "kl_coef: 0.5 (there is no KL", "min_lr_ratio: 0.1 (it is for a"),
     ):
         assert each in listed
 
@@ -673,25 +648,16 @@ REFUSED = {
         *("trl", {"theirs.yaml": "num_iterations: {first: 2}"}),
         "from='theirs.yaml': num_iterations={'first': 2}: give a single value",
     ),
-    "a list for a word": (
-        *("trl", {"theirs.yaml": "loss_type: [grpo, dapo]"}),
-        "from='theirs.yaml': loss_type=['grpo', 'dapo']: give a single value",
-    ),
     "no end": (
         *("verl", {"theirs.yaml": "actor_rollout_ref: {actor: {optim: {lr_warmup_steps: .inf}}}"}),
         "from='theirs.yaml': actor_rollout_ref.actor.optim.lr_warmup_steps=inf: use a finite number: correct it",
-    ),
-    "no number": (
-        *("easyr1", {"theirs.yaml": "trainer: {max_steps: many}"}),
-        "from='theirs.yaml': trainer.max_steps='many': invalid literal for int() with base 10: 'many': correct it",
     ),
     "no batch": (
         *("trl", {"theirs.yaml": "gradient_accumulation_steps: 0"}),
         "from='theirs.yaml': gradient_accumulation_steps=0: use 1 or more: correct it",
     ),
     "no mapping": (
-        "verl",
-        {"theirs.yaml": "- data"},
+        *("verl", {"theirs.yaml": "- data"}),
         "from='theirs.yaml': it cannot be read (it has no settings by name)",
     ),
     "no Python": ("trl", {"grpo.py": "def ("}, "from='grpo.py': it cannot be read ("),

@@ -15,7 +15,7 @@ from models import distance
 from rounding import GRADIENT, assert_rounded
 from servers import open_client
 from step_worker import episodes
-from told import of_reference
+from told import of_reference, sampled
 
 from grpo.algorithm.loss import grpo_loss
 from grpo.algorithm.loss_types import StepSize, Tokens
@@ -53,26 +53,16 @@ TREE = [
 EXAMPLE = Example(index=0, prompt="p", prompt_ids=[5, 6], columns={}, gold="4")
 
 
-def rollout(branches: list[Branch] | None, finished: bool = True, text: str = "") -> Rollout:
-    drawn = [
-        token
-        for branch in branches or []
-        for token, mark in zip(branch.completion_ids, branch.drawn, strict=True)
-        if mark
-    ]
-    return Rollout(
-        completion_ids=[13, 14] if branches is None else drawn,
-        finished=finished,
-        text=text,
-        sampling_logprobs=[-7.0, -8.0] if branches is None else [-1.0] * len(drawn),
-        policy_version=0,
-        branches=branches,
-    )
+def rollout(branches: list[Branch], finished: bool = True) -> Rollout:
+    marked = [pair for branch in branches for pair in zip(branch.completion_ids, branch.drawn, strict=True)]
+    drawn = [token for token, mark in marked if mark]
+    return sampled(drawn, finished=finished, sampling_logprobs=[-1.0] * len(drawn), branches=branches)
 
 
 def group(number: int = 3) -> Group:
     """Three branches of a cut episode, none, a plain completion, one branch."""
-    rollouts = [rollout(TREE, finished=False), rollout([]), rollout(None), rollout(TREE[2:])]
+    plain = sampled([13, 14], sampling_logprobs=[-7.0, -8.0])
+    rollouts = [rollout(TREE, finished=False), rollout([]), plain, rollout(TREE[2:])]
     return Group(id=number, example=EXAMPLE, rollouts=rollouts)
 
 
@@ -116,13 +106,8 @@ def test_a_batch_is_cut_by_groups_and_its_lines_have_their_episodes_advantage():
     for sample in samples:
         sample.advantage = 10.0 * sample.group_id + sample.place
     rewards = torch.arange(12, dtype=torch.float64).view(3, 4)
-    batch = StepBatch(
-        groups=groups,
-        by_function=rewards[None],
-        rewards=rewards,
-        signal=torch.tensor([True, False, True]),
-        samples=samples,
-    )
+    signal = torch.tensor([True, False, True])
+    batch = StepBatch(groups=groups, by_function=rewards[None], rewards=rewards, signal=signal, samples=samples)
     cuts = [batch.cut(0, 2), batch.cut(2, 3)]
     assert [cut.samples for cut in cuts] == [samples[:5], samples[5:]] and len(samples) == 9
     assert [[each.id for each in cut.groups] for cut in cuts] == [[3, 5], [8]]
@@ -174,11 +159,10 @@ def test_the_gradient_of_trees_is_that_of_their_paths(model, weighting, packs):
     logprobs, _ = token_logprobs(model, batch, 1.0)
     draw = random.Random(1)
     of_place = [[draw.gauss(0, 1) for _ in each.rollouts] for each in trees]
+    of_episodes = torch.tensor([sample.completion_tokens for sample in samples])
     tokens = Tokens(
         lengths=torch.tensor([sample.tokens for sample in samples]),
-        completion_lengths=torch.tensor([sample.completion_tokens for sample in samples])
-        if weighting == "tokens"
-        else None,
+        completion_lengths=of_episodes if weighting == "tokens" else None,
         advantages=torch.tensor([of_place[sample.group_id][sample.place] for sample in samples]),
         logprobs=logprobs,
         entropy=torch.zeros_like(logprobs),

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from told import sampled
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
@@ -121,13 +122,7 @@ class ScriptedSampler(Sampler):
     """A sampler without a model: it answers greedily with the gold answer, and sample by sample in turn."""
 
     def rollout(self, text: str) -> Rollout:
-        return Rollout(
-            completion_ids=list(text.encode()),
-            finished=True,
-            text=text,
-            sampling_logprobs=[-1.0] * len(text),
-            policy_version=3,
-        )
+        return sampled(text.encode(), text)
 
     def greedy(self, examples):
         return [self.rollout(example.gold) for example in examples]

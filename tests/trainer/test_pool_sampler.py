@@ -107,11 +107,8 @@ def test_a_task_has_its_row_and_a_rollout_its_segments(draw, tokenizer):
         assert is_drawn and json.loads(task.columns) == {"secret": "é", "text": text}
         first, second = rollouts
         drawn = answered(task)
-        assert (first.completion_ids, first.drawn, first.outcome) == (
-            drawn.completions[0],
-            drawn.drawn[0],
-            drawn.outcomes[0],
-        )
+        of_first = drawn.completions[0], drawn.drawn[0], drawn.outcomes[0]
+        assert (first.completion_ids, first.drawn, first.outcome) == of_first
         assert (first.finished, second.finished) == (True, False)
         segments = [first.completion_ids[:2], first.completion_ids[3:]]
         assert first.text == "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in segments)

@@ -288,9 +288,8 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
         train(model)
     publisher.wait()
     before = {version.version: version.sha256 for version in pool.client.versions()}
-    pool.client.put_tasks(
-        [Task(group=3, attempt=0, version=0, prompt_ids=[5])]
-    )  # of the round that begins with version 2
+    task = Task(group=3, attempt=0, version=0, prompt_ids=[5])  # of the round that begins with version 2
+    pool.client.put_tasks([task])
     count, longest = config.num_generations, config.max_completion_length
     drawn = GroupResult(
         group=3,
@@ -327,19 +326,14 @@ def test_a_pool_that_is_gone_ends_the_run_at_the_next_version(model, tmp_path):
             call()
 
 
-def test_a_full_disk_ends_the_run(pool, model, tmp_path):
-    (tmp_path / "policy").write_text("a file stands where the folder should be")
-    with pytest.raises(SaveError, match="the policy could not be saved to .*0.safetensors"):
-        published(pool.client, model, tmp_path, 0)
-
-
-def test_a_version_that_could_not_be_written_is_said_before_a_checkpoint_needs_it(pool, model, tmp_path):
+def test_a_full_disk_ends_the_run_before_a_checkpoint_needs_the_version(pool, model, tmp_path):
     (tmp_path / "policy").write_text("a file stands where the folder should be")
     publisher = publisher_of(pool.client, model, tmp_path)
     publish(publisher, 0)
     publisher.wait_written()
-    with pytest.raises(SaveError, match="the policy could not be saved to .*0.safetensors"):
-        publisher.check_written()
+    for call in (publisher.check_written, publisher.wait):
+        with pytest.raises(SaveError, match="the policy could not be saved to .*0.safetensors"):
+            call()
 
 
 def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypatch):

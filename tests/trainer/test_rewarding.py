@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from told import sampled
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -30,21 +31,13 @@ def config(*functions: str, **settings) -> TrainerConfig:
 def rollout(text: str, answers: int = 0, **rewards: float) -> Rollout:
     """A completion of two tokens, with those of answers between them."""
     outcome = Outcome(finished=True, messages=[{"role": "assistant", "content": text}], rewards=rewards)
-    return Rollout(
-        completion_ids=[1] * (answers + 2),
-        finished=True,
-        text=text,
-        sampling_logprobs=[],
-        policy_version=0,
-        drawn=[True, *[False] * answers, True],
-        outcome=outcome,
-    )
+    return sampled([1] * (answers + 2), text, drawn=[True, *[False] * answers, True], outcome=outcome)
 
 
 ROLLOUTS = [
     rollout("abc", Game=3.0),
     rollout("de"),
-    Rollout(completion_ids=[1, 2], finished=True, text="f", sampling_logprobs=[], policy_version=0),
+    sampled([1, 2], "f"),
     rollout("g", Game=-1.0),
 ]
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from told import of_reference
+from told import of_reference, sampled
 
 from grpo.data.records import Example, Group, Outcome, Rollout, Sample, make_samples
 from grpo.run.metrics import add_stats, step_metrics
@@ -12,6 +12,7 @@ from grpo.trainer.round import summed_kl
 from grpo.trainer.step_result import failure_frequency, stats_of_completions
 
 DRAWN = [True, True, False, False, True, False, True]
+EXAMPLE = Example(index=0, prompt="p", prompt_ids=[1, 2], columns={})
 
 
 def samples(at_answers: float) -> list[Sample]:
@@ -23,27 +24,10 @@ def samples(at_answers: float) -> list[Sample]:
 
     outcome = Outcome(finished=True, messages=[])
     rollouts = [
-        Rollout(
-            completion_ids=[*range(10, 17)],
-            finished=True,
-            text="",
-            sampling_logprobs=logprobs(-1, -2, -3, -4),
-            policy_version=0,
-            drawn=DRAWN,
-            outcome=outcome,
-        ),
-        Rollout(
-            completion_ids=[20, 21],
-            finished=True,
-            text="",
-            sampling_logprobs=[-5, -6],
-            policy_version=0,
-            drawn=[True, True],
-            outcome=outcome,
-        ),
+        sampled(range(10, 17), sampling_logprobs=logprobs(-1, -2, -3, -4), drawn=DRAWN, outcome=outcome),
+        sampled([20, 21], sampling_logprobs=[-5, -6], drawn=[True, True], outcome=outcome),
     ]
-    example = Example(index=0, prompt="p", prompt_ids=[1, 2], columns={})
-    group = Group(id=3, example=example, rollouts=rollouts)
+    group = Group(id=3, example=EXAMPLE, rollouts=rollouts)
     made = make_samples(group)
     scorer = of_reference([np.array(logprobs(-7, -8, -9, -10), np.float32), np.array([-11, -12], np.float32)])
     scorer.ask([group])
@@ -65,12 +49,8 @@ def test_what_stands_at_the_tokens_of_answers_has_no_influence(at_answers):
 
 
 def test_without_answers_the_log_probs_stay_as_they_are():
-    rollout = Rollout(
-        completion_ids=[5, 6], finished=False, text="", sampling_logprobs=[-1.0, float("nan")], policy_version=0
-    )
-    (sample,) = make_samples(
-        Group(id=0, example=Example(index=0, prompt="p", prompt_ids=[1], columns={}), rollouts=[rollout])
-    )
+    rollout = sampled([5, 6], finished=False, sampling_logprobs=[-1.0, float("nan")])
+    (sample,) = make_samples(Group(id=0, example=EXAMPLE, rollouts=[rollout]))
     assert sample.drawn is None and sample.tokens == 2 and not sample.finished
     np.testing.assert_array_equal(sample.sampling_logprobs, [-1.0, np.nan])
 
@@ -78,15 +58,8 @@ def test_without_answers_the_log_probs_stay_as_they_are():
 def rollout(pattern: str, calls: int = 0, failures: int = 0, finished: bool = True) -> Rollout:
     """Make a completion: a D for each token that was drawn, an a for each of an answer."""
     drawn = [letter == "D" for letter in pattern]
-    return Rollout(
-        completion_ids=[5] * len(drawn),
-        finished=finished,
-        text="",
-        sampling_logprobs=[],
-        policy_version=0,
-        drawn=drawn,
-        outcome=Outcome(finished=finished, messages=[], tool_calls=calls, tool_failures=failures),
-    )
+    outcome = Outcome(finished=finished, messages=[], tool_calls=calls, tool_failures=failures)
+    return sampled([5] * len(drawn), finished=finished, drawn=drawn, outcome=outcome)
 
 
 def metrics(*ranks: list[Rollout]) -> dict[str, float]:
@@ -121,6 +94,6 @@ def test_what_no_completion_has_has_no_number():
     found = metrics([rollout("DD", finished=False)], [rollout("DDD", finished=False)])
     assert all(math.isnan(found[f"completions/{name}_terminated_length"]) for name in ("mean", "min", "max"))
     assert found["tools/failure_frequency"] == 0
-    found = metrics([Rollout(completion_ids=[5, 6, 7], finished=True, text="", sampling_logprobs=[], policy_version=0)])
+    found = metrics([sampled([5, 6, 7])])
     assert found["completions/mean_length"] == 3
     assert not [name for name in found if "tool" in name or "turns" in name]

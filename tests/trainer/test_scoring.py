@@ -4,12 +4,14 @@ import io
 import logging
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pictured
 import pytest
 from careless import change_modes, draw, unchanged
 from PIL import ExifTags, Image
+from told import sampled
 
 from grpo.config.errors import RewardError
 from grpo.config.trainer import TrainerConfig
@@ -30,9 +32,7 @@ RIGHT = "<think>\nA third.\n</think>\nIt is $\\boxed{\\frac{2}{6}}$."
 
 
 def rollout(text: str) -> Rollout:
-    return Rollout(
-        completion_ids=[*text.encode()], finished=True, text=text, sampling_logprobs=[0.0] * len(text), policy_version=0
-    )
+    return sampled(text.encode(), text)
 
 
 @pytest.fixture(params=["text", "messages"])
@@ -135,15 +135,8 @@ def test_a_completion_with_answers_is_its_messages_and_to_a_text_what_the_model_
         given.append((completions, completion_ids))
         return [0.0]
 
-    answered = Rollout(
-        completion_ids=[7, 8, 9],
-        finished=True,
-        text="<call>\nIt is 4.",
-        sampling_logprobs=[],
-        policy_version=0,
-        drawn=[True, False, True],
-        outcome=Outcome(finished=True, messages=ANSWERED, tool_calls=3),
-    )
+    outcome = Outcome(finished=True, messages=ANSWERED, tool_calls=3)
+    answered = sampled([7, 8, 9], "<call>\nIt is 4.", drawn=[True, False, True], outcome=outcome)
     score_rollouts({"spy": spy, "listener": listener}, [example], [answered], STATE)
     assert given == [([ANSWERED if example.conversation else "<call>\nIt is 4."], [[7, 8, 9]])]
     expected = [{"role": was["role"], "content": text} for was, text in zip(ANSWERED, AS_TEXT, strict=True)]
@@ -156,13 +149,7 @@ def test_the_functions_of_reward_py_read_both_kinds(tokenizer):
     answer = "2+2</think> <answer>4</answer>"
     for prompt in ("2+2?", [{"role": "user", "content": "2+2?"}]):
         example = make_example(CONFIG, tokenizer, 0, {"problem": prompt, "solution": "4"})
-        opened = Example(
-            index=0,
-            prompt=example.prompt + "<think>\n",
-            prompt_ids=[],
-            columns=example.columns,
-            conversation=example.conversation,
-        )
+        opened = replace(example, prompt=example.prompt + "<think>\n")
         functions = {"correct": correctness_reward, "format": format_reward}
         rewards = score_rollouts(functions, [opened] * 2, [rollout(answer), rollout("<answer>4.0</answer>")], STATE)
         assert rewards.tolist() == [[2.0, 1.5], [0.8, 0.6]]
@@ -229,15 +216,8 @@ def test_functions_are_given_pil_images_in_the_shape_of_the_column(tmp_path):
         exif[ExifTags.Base.Orientation] = 6
         shown.convert("L").save(turned, "PNG", exif=exif)
     pictures = [*map(EncodedPicture, files)]
-    examples = [
-        Example(
-            index=0,
-            prompt="p",
-            prompt_ids=[1],
-            columns={"images": pictures, "photo": EncodedPicture(turned.getvalue())},
-        ),
-        Example(index=1, prompt="p", prompt_ids=[1], columns={"images": pictures[:1], "photo": None}),
-    ]
+    rows = [{"images": pictures, "photo": EncodedPicture(turned.getvalue())}, {"images": pictures[:1], "photo": None}]
+    examples = [Example(index=0, prompt="p", prompt_ids=[1], columns=columns) for columns in rows]
     for timeout in (None, 20.0):
         rewards, _ = scored(tmp_path / "mine.py", SEES, examples, ["ab", "c"], timeout, "sees")
         assert rewards == [[red + 6, red + 0.5]], timeout

@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from told import of_reference
+from told import of_reference, sampled
 
 from grpo.client.server_errors import ServerError
-from grpo.data.records import Example, Group, Rollout, StepBatch, make_samples
+from grpo.data.records import Example, Group, StepBatch, make_samples
 
 
 def group(number: int) -> Group:
-    rollouts = [
-        Rollout(completion_ids=ids, finished=True, text="", sampling_logprobs=[-1.0] * len(ids), policy_version=0)
-        for ids in ([2, 3], [4, 5])
-    ]
+    rollouts = [sampled(ids, sampling_logprobs=[-1.0, -1.0]) for ids in ([2, 3], [4, 5])]
     return Group(id=number, example=Example(index=0, prompt="p", prompt_ids=[1], columns={}), rollouts=rollouts)
 
 
@@ -34,13 +31,8 @@ def test_samples_that_lack_an_answer_wait_for_it():
     assert samples[1].ref_logprobs.tolist() == [-2.0, -2.0]
     assert samples[2].ref_logprobs is samples[3].ref_logprobs is None
 
-    batch = StepBatch(
-        groups=groups,
-        by_function=torch.zeros(1, 2, 2),
-        rewards=torch.zeros(2, 2),
-        signal=torch.zeros(2, dtype=torch.bool),
-        samples=samples,
-    )
+    rewards = torch.zeros(2, 2)
+    batch = StepBatch(groups=groups, by_function=rewards[None], rewards=rewards, signal=rewards[0] > 0, samples=samples)
     resumed = of_reference([logprobs(-3.0), logprobs(-4.0)])
     resumed.ask_again([batch])
     assert [name for name, *_ in resumed.clients[""].asked] == ["group 7"], "the answered group is not asked again"

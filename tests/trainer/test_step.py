@@ -155,9 +155,8 @@ class Plain:
         total = torch.zeros((), dtype=torch.float64)
         apart = torch.zeros((), dtype=torch.float64)
         for sample, (row, marks, number) in zip(kept, rows, strict=True):
-            for values, slopes in zip(
-                row, oracle.gradient(sample, size, settings, settings.beta, LONGEST), strict=True
-            ):
+            of_row = oracle.gradient(sample, size, settings, settings.beta, LONGEST)
+            for values, slopes in zip(row, of_row, strict=True):
                 weights = torch.zeros(len(marks), dtype=torch.float64)
                 weights[marks] = torch.tensor(slopes, dtype=torch.float64)
                 total = total + (values * weights).sum()

@@ -34,9 +34,8 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 def memory_of(shape, prompts: int, prompt: int, **settings) -> Memory:
     """What a rank needs on a CPU that trains on so many prompts."""
     config, model = TrainerConfig(prompts_per_step=prompts, **settings), on_meta(shape, torch.float32).eval()
-    return rank_memory(
-        model, RankWork(config=config, ranks=1, longest_prompt=prompt, held_out=0), {"zero_optimization": {}}, "cpu"
-    )
+    work = RankWork(config=config, ranks=1, longest_prompt=prompt, held_out=0)
+    return rank_memory(model, work, {"zero_optimization": {}}, "cpu")
 
 
 def needed(device="cpu", dtype=torch.float32, ranks=1, zero=None, sums="fp32", **changes) -> Memory:
@@ -98,6 +97,10 @@ def test_the_cache_by_hand():
     assert needed("cuda", max_completion_length=900, cuda_graphs=False).phases[SAMPLING] == sampling
 
 
+def examples_of(prompts: int, tokens: int) -> list[Example]:
+    return [Example(index=place, prompt="", prompt_ids=[3 + place] * tokens, columns={}) for place in range(prompts)]
+
+
 @pytest.mark.parametrize("graphs", [None, StepGraphs])
 def test_sampling_holds_as_much_for_four_times_as_many_completions(graphs):
     """Live tensors at the peak with as many rows, with live shapes and with those that CUDA records."""
@@ -106,11 +109,8 @@ def test_sampling_holds_as_much_for_four_times_as_many_completions(graphs):
     switch_on(model, "segments")
     sampler = ContinuousSampler(model, NoText(), [512], tokens, rows=rows, graphs=graphs)
     for prompts in (4, 16):
-        examples = [
-            Example(index=place, prompt="", prompt_ids=[3 + place] * 64, columns={}) for place in range(prompts)
-        ]
         with LiveTensors(model) as live:
-            sampler.sample(examples, copies, 1.0, seed=0)
+            sampler.sample(examples_of(prompts, 64), copies, 1.0, seed=0)
         peaks.append(live.most)
     assert peaks[0] == peaks[1]
     settings = dict(num_generations=copies, sequences_per_generate=rows, max_completion_length=tokens)
@@ -128,12 +128,7 @@ def test_sampling_with_long_answers_holds_what_is_predicted(sampler):
     kind = LocalSampler if sampler == "generate" else ContinuousSampler
     drawing = kind(model, NoText(), ends, tokens, rows=rows, turns=turns)
     with LiveTensors(model) as live:
-        drawing.sample(
-            [Example(index=place, prompt="", prompt_ids=[3 + place] * 16, columns={}) for place in range(2)],
-            4,
-            1.0,
-            seed=0,
-        )
+        drawing.sample(examples_of(2, 16), 4, 1.0, seed=0)
     settings = dict(num_generations=4, sequences_per_generate=rows, sampler=sampler, max_completion_length=tokens)
     memories = [memory_of(shape, 2, 16, tools=tools, **settings) for tools in ([], ["tests/callers.py:price"])]
     without, with_tools = (memory.tensors(SAMPLING) - total(memory.standing) for memory in memories)
