@@ -49,14 +49,8 @@ class Desk:
         return openai.OpenAI(base_url=self.gateway.url, api_key=key, **{"max_retries": 0} | options)
 
     def run(self) -> None:
-        settings = {
-            "slots": 16,
-            "copies": 1,
-            "longest_prompt": 8,
-            "longest": self.context,
-            "temperature": self.temperature,
-            "has_scales": True,
-        }
+        settings = {"slots": 16, "copies": 1, "longest_prompt": 8, "longest": self.context}
+        settings |= {"temperature": self.temperature, "has_scales": True}
         with policy_that_draws(self.model):
             rows = Rows(self.model, rows=16, **settings, is_greedy=False, ends=self.ends, graphs=None, vision=None)
             self.drawer = Drawer(rows, self.context, look_every=1)

@@ -54,7 +54,7 @@ FAULTS = (
 
 class Fake:
     def __init__(self, folder: str, faults: list[str], rank: int, normalizes: bool, adapts_tower: bool):
-        """`rank` is the largest of an adapter, 0 where there may be none."""
+        """`rank` is the largest of an adapter, 0 without any."""
         self.adapts_tower = adapts_tower
         self.normalizes, self.seen, self.stale = normalizes, set(), set()  # hashes of pictures
         self.faults, self.changed, self.folder, self.rank = faults, threading.Condition(), folder, rank
@@ -73,7 +73,7 @@ class Fake:
         return auto_class.from_pretrained(folder, dtype=torch.float32).eval()
 
     def inputs_of(self, ids: list[int], features: dict | None) -> dict[str, torch.Tensor]:
-        """Return what the model is given beside the ids, for the pictures of one prompt."""
+        """Return the model's inputs beside the ids, for the pictures of one prompt."""
         if features is None:
             return {}
         hashes = {*features["mm_hashes"]["image"]}

@@ -112,7 +112,7 @@ def run(case: dict, folder: str) -> dict:
             prompts = [ids(PROMPT) for _ in range(4)]
             live.forget()
             examples = [
-                Example(index=place, prompt="", prompt_ids=prompt, columns={}, messages=[])
+                Example(index=place, prompt="", prompt_ids=prompt, columns={})
                 for place, prompt in enumerate(prompts[:2])
             ]
             with whole_weights(engine):

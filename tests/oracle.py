@@ -199,16 +199,12 @@ def divisors(episodes: Sequence[Sequence[Completion]], settings, max_completion_
     by_branch = settings.branch_weighting == "branches"
     units = [[branch] for branches in episodes for branch in branches] if by_branch else [*filter(None, episodes)]
     lengths = [sum(len(branch.logp) for branch in unit) for unit in units]
-    result = []
-    for unit, length in zip(units, lengths, strict=True):
-        if settings.loss_type in ("grpo", "sapo"):
-            divisor = max(length, 1) * len(units)
-        elif settings.loss_type == "dr_grpo":
-            divisor = max_completion_length * len(units)
-        else:
-            divisor = len(units) if settings.loss_type == "luspo" else sum(lengths)
-        result += [divisor] * len(unit)
-    return result
+    step = Size(len(units), sum(lengths), None)
+    return [
+        own_divisor(length, step, settings, max_completion_length)
+        for unit, length in zip(units, lengths, strict=True)
+        for _ in unit
+    ]
 
 
 def own_divisor(tokens: int, step: Size, settings, max_completion_length: int) -> float:
@@ -254,12 +250,7 @@ def loss(completions: Sequence[Completion], settings, beta: float, max_completio
 
 
 def gradient(
-    completion: Completion,
-    step: Size,
-    settings,
-    beta: float,
-    max_completion_length: int,
-    divisor: float | None = None,
+    completion: Completion, step: Size, settings, beta: float, max_completion_length: int, divisor: float | None = None
 ) -> tuple[list[float], list[float]]:
     """Return the gradient of the step's loss by this sequence's log-probs and by its entropies."""
 
@@ -298,7 +289,7 @@ def known(values: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation with ddof 1; 0 where there are not two values."""
+    """Return the standard deviation with ddof 1; 0 for less than two values."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

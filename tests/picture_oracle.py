@@ -31,7 +31,7 @@ class Plain:
         self.pixels = cache(self._pixels)
 
     def _pixels(self, pictures: tuple[bytes, ...]) -> dict[str, torch.Tensor]:
-        """Return what the vision tower is fed for the pictures of one prompt."""
+        """Return the inputs of the vision tower for the pictures of one prompt."""
         if not pictures:
             return {}
         opened = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]

@@ -12,6 +12,7 @@ import requests
 import torch
 from conftest import running_server
 from faulty_server import code_for, hold_passes
+from models import by_hand
 
 from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
@@ -22,13 +23,8 @@ from grpo.wire.logprobs import LogprobsAnswer, encode_answer
 
 def exact(model, prompt, completions, temperature=1.0) -> torch.Tensor:
     """float64 log-softmax of the model's own logits, one unpadded sequence at a time."""
-    rows = []
-    for completion in completions:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
-        picked = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(completion)[:, None])
-        rows.append(picked.squeeze(-1))
-    return torch.cat(rows)
+    with torch.no_grad():
+        return by_hand(model, [(prompt, completion) for completion in completions], temperature)[0]
 
 
 def refusal(answer: requests.Response) -> tuple[int, str, str]:

@@ -27,12 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
 from pictured import drawing
+from told import sampled
 
 from grpo.algorithm.advantages import group_advantages
 from grpo.config.command_line import parse_arguments
 from grpo.config.sampling_settings import SharedConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.records import Example, Group, Rollout, Sample, make_samples
+from grpo.data.records import Example, Group, Sample, make_samples
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
@@ -55,15 +56,7 @@ PICTURES = {1: [(16, 24)], 4: [(40, 8), (20, 20)], 5: [(8, 8)], 10: [(24, 16)]} 
 
 def step(engine, samples: list[Sample], config: TrainerConfig, batcher: Batcher) -> dict[str, Stats]:
     """Do an update; return every rank's stats, added up."""
-    stats = update(
-        engine,
-        samples,
-        config,
-        batcher,
-        PhaseClock(),
-        beta=config.beta,
-        entropy_coef=config.entropy_coef,
-    )
+    stats = update(engine, samples, config, batcher, PhaseClock(), beta=config.beta, entropy_coef=config.entropy_coef)
     total: dict[str, Stats] = {}
     for of_rank in gather(stats):
         add_stats(total, of_rank)
@@ -167,16 +160,7 @@ def episodes() -> list[Group]:
             ][:count]
             if count == 1:
                 branches = [branch(ids(8), ids(7), ids(4), ids(2))]
-            rollouts.append(
-                Rollout(
-                    completion_ids=[],
-                    finished=(number, count) != (1, 3),
-                    text="",
-                    sampling_logprobs=[],
-                    policy_version=0,
-                    branches=branches,
-                )
-            )
+            rollouts.append(sampled([], finished=(number, count) != (1, 3), branches=branches))
         groups.append(
             Group(id=number, example=Example(index=0, prompt="", prompt_ids=[1], columns={}), rollouts=rollouts)
         )

@@ -152,7 +152,8 @@ def train(agent: str, folder, model_folder, **changes) -> list[float]:
     for row in rows:
         assert row["agent/failure_frequency"] == row["agent/unseen"] == 0
         assert row["agent/branches"] == 1 and row["completions/mean_turns"] == 2
-    return [row["reward"] for row in rows]
+    name = "agent" if agent.startswith("command:") else agent.rpartition(":")[2]
+    return [row[f"rewards/{name}/mean"] for row in rows]
 
 
 def rises(rewards: list[float]) -> bool:

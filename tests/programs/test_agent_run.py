@@ -21,7 +21,7 @@ from processes import left_of, processes_below, ranks_of
 from recorded import write_rows
 from safetensors.torch import load_file
 from servers import wait_until
-from trainer_runs import finish, lines, options, start, timeless, training, went_on
+from trainer_runs import finish, lines, options, plain_python, start, timeless, training, went_on
 
 from grpo.pool.task_tensors import decode_drawn
 
@@ -73,18 +73,6 @@ async def hang(task, client):
     while True:
         pass
 '''
-COMMAND = """
-import json, os, sys, urllib.request
-
-task = json.load(sys.stdin)
-body = {"model": "policy", "messages": [{"role": "user", "content": task["question"]}]}
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-print("asked", task["question"])
-print(len(text) % 7)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +83,6 @@ def shop(tmp_path_factory):
         rows = [{"question": f"{n}: how much is a pen?", "answer": "7"} for n in range(count)]
         write_rows(folder / f"data/{split}.jsonl", rows)
     (folder / "agent.py").write_text(AGENT)
-    (folder / "ask.py").write_text(COMMAND)
     return folder
 
 
@@ -424,13 +411,6 @@ def test_an_episode_whose_context_is_full_says_so(shop, run):
     assert sum(kinds.values()) == 32 * row["agent/failure_frequency"] > 0
 
 
-def test_a_command_of_any_language_is_an_agent(shop, run):
-
-    finish(1, run("command", agent=f"command: {sys.executable} {shop}/ask.py", max_steps=1, eval_steps=0))
-    [row] = timeless(run.of("command"))
-    assert row["rewards/agent/mean"] > 0 and row["agent/failure_frequency"] == 0
-
-
 def test_a_program_that_hangs_is_ended_and_its_group_is_completed(shop, run):
     changes = {"agent": f"{shop}/agent.py:hang", "agent_timeout": 0.7, "agent_failure_reward": -1}
     finish(1, run("hangs", max_steps=1, eval_steps=0, prompts_per_step=2, **changes))
@@ -438,21 +418,10 @@ def test_a_program_that_hangs_is_ended_and_its_group_is_completed(shop, run):
     assert row["agent/failures/timeout"] == 8 and row["rewards/hang/mean"] == -1
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"agent": "{shop}/agent.py:solv"}, "agent.py has no function 'solv': define it there"),
-        ({"agent": "{shop}/none.py:solve"}, "none.py is not a Python file: write path/to/file.py:function"),
-        ({"agent": "command: no-such-program"}, "there is no program 'no-such-program'"),
-        ({"agent_python": "/no/python"}, "the interpreter /no/python cannot be started"),
-    ],
-)
-def test_what_cannot_run_is_refused_at_the_start(shop, run, changes, words):
-    changes = {name: value.format(shop=shop) for name, value in changes.items()}
-    process = start(*run("refused", **changes))
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert words in output.splitlines()[-1]
+def test_what_cannot_run_is_refused_at_the_start(run):
+    ended = plain_python(*run("refused", agent_python="/no/python"))
+    assert ended.returncode == 2
+    assert "the interpreter /no/python cannot be started" in ended.stdout.splitlines()[-1]
 
 
 HARMS = """

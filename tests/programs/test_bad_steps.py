@@ -108,7 +108,7 @@ def train(model_folder, data_folder, tmp_path):
         named = [f"{tmp_path / 'own.py'}:{name}" for name in functions]
         ended = plain_python(*words, *(["--reward_funcs", *named] if named else []))
         assert ended.returncode == code, ended.stdout
-        return ended.stdout, one_line(ended.stdout) if code else "", lines(tmp_path / "run/metrics.jsonl")
+        return ended.stdout, one_line(ended.stdout) if code == 1 else "", lines(tmp_path / "run/metrics.jsonl")
 
     return run
 
@@ -128,13 +128,10 @@ def test_a_metric_with_the_name_of_the_runs_ends_it_after_that_step_with_a_check
 
 
 @pytest.mark.slow
-def test_a_signal_after_a_steps_update_ends_the_run_after_that_step(model_folder, data_folder, tmp_path):
-    """As one that comes in an evaluation: another step may take longer than what is left."""
-    (tmp_path / "own.py").write_text(NONE)
-    changes = {"max_steps": 4, "callback": f"{tmp_path / 'own.py'}:terminate"}
-    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", **ALONE, **changes))
-    assert ended.returncode == 143 and ended.stdout.splitlines()[-1].endswith("goes on after step 2"), ended.stdout
-    assert [row["step"] for row in lines(tmp_path / "run/metrics.jsonl")] == [1, 2]
+def test_a_signal_after_a_steps_update_ends_the_run_after_that_step(train, tmp_path):
+    """As one that comes in an evaluation: another step may take longer than the time left."""
+    output, _, rows = train(code=143, max_steps=4, callback=f"{tmp_path / 'own.py'}:terminate")
+    assert output.splitlines()[-1].endswith("goes on after step 2") and [row["step"] for row in rows] == [1, 2]
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def piped(model_folder, text: str, *options) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def chat(monkeypatch, capsys):
-    """`chat(model, lines, *options)`: what the program prints, in this process, without a system prompt."""
+    """`chat(model, lines, *options)`: the program's output, in this process, without a system prompt."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(model_folder, lines: str, *options, interactive: bool = False, is_greedy: bool = True) -> str:

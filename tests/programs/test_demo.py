@@ -80,7 +80,7 @@ def check(kind: str, folder, output: str) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of seed 0 after a whole run, and what the run printed."""
+    """The folder of seed 0 after a whole run, and its output."""
     folder = tmp_path_factory.mktemp("demo") / "seed0"
     return folder, run(folder, "--seed", "0")
 

@@ -4,22 +4,20 @@ import hashlib
 import json
 import os
 import shlex
-import signal
-import subprocess
-import sys
-import time
 import zipfile
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
+from servers import wait_until
 from test_import_gguf import WORDS, make, write_gguf
+from trainer_runs import lines, training
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gsm8k import SIDES, TAUGHT, measure
 from benchmarks.real import GRPO
 from benchmarks.results import of_gsm8k
 from demo.__main__ import DemoError
-from demo.gsm8k import CONFIG, PACKED, Packed, in_tags_reward, tags_reward
+from demo.gsm8k import CONFIG, Packed, in_tags_reward, tags_reward
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import LaunchConfig
 
@@ -81,10 +79,6 @@ def test_other_bytes_and_a_missing_piece_are_refused(pieces, tmp_path, change, m
     assert os.listdir(tmp_path / "models") == []
 
 
-def test_the_packages_are_pinned():
-    assert all("{}==" in packed.package and len(packed.sha256) == 64 for packed in PACKED.values())
-
-
 def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
     for side, options in SIDES.items():
         words = ["--config", str(REPOSITORY / CONFIG), *shlex.split(options)]
@@ -96,35 +90,19 @@ def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
 
 @pytest.mark.slow
 @pytest.mark.rare
-def test_a_killed_training_goes_on(model_folder, tmp_path):
+def test_a_killed_training_goes_on(launch, model_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "GSM8K", str(tmp_path))
     questions = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(40)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, questions)))
     few = "--max_steps 3 --save_steps 1 --prompts_per_step 2 --eval_samples 8 --max_completion_length 16"
-    command = [
-        sys.executable,
-        "-m",
-        "demo.gsm8k",
-        "--model",
-        str(model_folder),
-        "--folder",
-        str(tmp_path),
-        *few.split(),
-    ]
-    settings = {"cwd": REPOSITORY, "env": ENVIRONMENT | {"GSM8K": str(tmp_path)}, "text": True}
-    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    first = subprocess.Popen(command, start_new_session=True, **settings)
+    words = ["--model", str(model_folder), "--folder", str(tmp_path), *few.split()]
     run = tmp_path / model_folder.name / "seed0/run"
-    deadline = time.monotonic() + 120
-    while not (run / "checkpoint-1").exists():
-        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
+    with training(1, words, "-m", "demo.gsm8k") as first:
+        wait_until((run / "checkpoint-1").exists, 120, first)
 
-    second = subprocess.run(command, timeout=180, check=False, **settings)
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3], second.stdout
+    second = launch(1, "-m", "demo.gsm8k", *words)
+    assert [row["step"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3], second.stdout
     assert second.returncode == 1  # a model of random words does not learn that
     assert second.stdout.startswith(f"3 steps on {tmp_path}, and 8 held-out questions before and after; ")
     assert (run / "starts.jsonl").read_text().count("\n") == 2
@@ -135,5 +113,5 @@ def test_a_killed_training_goes_on(model_folder, tmp_path):
     assert measured["evaluations"][0]["questions"] == 8
     about, table, *_ = of_gsm8k({GRPO: {"0": measured}})
     assert "Greedy answers to 8 questions" in about and "| 0 | 0.0 → 0.0 | 0.0 ± 0.0 |" in table
-    again = subprocess.run(command, timeout=60, check=False, **settings)
+    again = launch(1, "-m", "demo.gsm8k", *words)
     assert again.returncode == 1 and again.stdout.endswith(second.stdout[second.stdout.index("learning curves:") :])

@@ -21,7 +21,7 @@ def asked(server) -> list[str]:
 
 
 def numbers(run) -> list[dict]:
-    """What a run recorded of each step, but for what the judge cost."""
+    """The record of each step, without the judge's costs."""
     paid = {f"judge/letters/{name}" for name in ("requests", "tokens", "latency")}
     return [{name: value for name, value in row.items() if name not in paid} for row in timeless(run)]
 

@@ -46,35 +46,26 @@ def test_another_failure_is_left_alone(error):
 
 
 LOW = {"micro_batch_tokens": 600, "max_prompt_length": 200, "max_completion_length": 400}
+TILED = LOW | {"activation_offloading": True, "tiled_mlp": True}
+SHORTER = "lower max_completion_length=400 in a new run"
+MORE_CARDS = "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"
 
 
 @pytest.mark.parametrize(
     ("phase", "settings", "remedy"),
     [
-        ("update", LOW, "set activation_offloading and tiled_mlp, or lower max_completion_length=400 in a new run"),
-        (
-            "update",
-            LOW | {"activation_offloading": True, "tiled_mlp": True},
-            "lower max_completion_length=400 in a new run, or use more ranks",
-        ),
+        ("update", LOW, f"set activation_offloading and tiled_mlp, or {SHORTER}"),
+        ("update", TILED, f"{SHORTER}, or use more ranks"),
         ("update", LOW | {"gradient_checkpointing": False}, "set gradient_checkpointing"),
         ("ref_logprobs", {}, "lower micro_batch_tokens=16384"),
         ("generate", {"sequences_per_generate": 64}, "lower sequences_per_generate=64"),
         ("generate", LOW | {"sequences_per_generate": 8}, "lower sequences_per_generate=8"),
-        ("generate", LOW | {"sequences_per_generate": 1}, "lower max_completion_length=400 in a new run"),
-        (
-            "generate",
-            LOW | {"sequences_per_generate": 8, "sampler": "generate"},
-            "lower max_completion_length=400 in a new run",
-        ),
-        (
-            "generate",
-            {"sampler": "pool", "pool": "http://a"},
-            "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft",
-        ),
+        ("generate", LOW | {"sequences_per_generate": 1}, SHORTER),
+        ("generate", LOW | {"sequences_per_generate": 8, "sampler": "generate"}, SHORTER),
+        ("generate", {"sampler": "pool", "pool": "http://a"}, MORE_CARDS),
         (EVALUATION, {"sequences_per_generate": 8}, "lower sequences_per_generate=8"),
-        ("optimizer", {}, "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"),
-        (START, {}, "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"),
+        ("optimizer", {}, MORE_CARDS),
+        (START, {}, MORE_CARDS),
         ("reward", {}, "serve reward models from another card (--task reward)"),
     ],
 )

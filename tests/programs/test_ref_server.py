@@ -33,14 +33,18 @@ def ask(server, prompt, completions, temperature=1.0, **options) -> requests.Res
     return requests.post(server.url + "/v1/logprobs", data=body, timeout=60, **options)
 
 
+def health(server, **options) -> requests.Response:
+    return requests.get(server.url + "/health", timeout=5, **options)
+
+
 def test_health_tells_who_it_is(server, model, model_folder):
-    answer = requests.get(server.url + "/health", timeout=5)
-    health = ServerInfo.from_json(answer.content)
+    answer = health(server)
+    info = ServerInfo.from_json(answer.content)
     assert answer.status_code == 200 and answer.headers["Content-Type"] == "application/json"
-    assert (health.status, health.model.name) == ("ready", str(model_folder))
+    assert (info.status, info.model.name) == ("ready", str(model_folder))
     assert answer.json()["version"] == 1
-    assert (health.model.vocab_size, health.model.max_length) == (model.config.vocab_size, 512)
-    assert (health.model.dtype, health.model.device, health.queue_depth) == ("float32", "cpu", 0)
+    assert (info.model.vocab_size, info.model.max_length) == (model.config.vocab_size, 512)
+    assert (info.model.dtype, info.model.device, info.queue_depth) == ("float32", "cpu", 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -49,7 +53,7 @@ def test_logprobs_over_http_are_exact(server, model, temperature):
     decoded = decode_answer(ask(server, prompt, completions, temperature).content, 7)
     assert_rounded(decoded.logprobs, exact(model, prompt, completions, temperature))
     assert decoded.request_id == "r"
-    assert decoded.model_fingerprint == requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
+    assert decoded.model_fingerprint == health(server).json()["model_fingerprint"]
     assert len(decode_answer(ask(server, [5], [[], [], []]).content, 0).logprobs) == 0
 
 
@@ -73,14 +77,10 @@ def test_the_likeliest_tokens_over_http_are_those_of_float64(server, model):
         assert found.top_ids.tolist() == expected.indices.tolist()
         assert_rounded(found.top_logprobs, expected.values)
         assert_rounded(found.logprobs, plain.logprobs)
-    health = requests.get(server.url + "/health", timeout=5).json()
-    assert health["most_top_k"] == 256
-    refused = refusal(requests.post(server.url + "/v1/logprobs", data=asked_for(257), timeout=5))
+    assert health(server).json()["most_top_k"] == 256
+    too_many = encode_request(LogprobsRequest.of([5], [[6]], 1.0, top_k=257))
+    refused = refusal(requests.post(server.url + "/v1/logprobs", data=too_many, timeout=5))
     assert refused == (400, "malformed", "top_k '257': send a whole number from 0 to 256")
-
-
-def asked_for(top_k: int) -> bytes:
-    return encode_request(LogprobsRequest.of([5], [[6]], 1.0, top_k=top_k))
 
 
 def example(page: str, language: str) -> str:
@@ -166,8 +166,8 @@ def test_413_and_422_for_what_is_too_large(limited):
 
 
 def test_the_token_opens_and_is_in_no_log_and_not_in_ps(limited):
-    health = requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()
-    assert health["vocab_size"] > 0 and not health["takes_updates"]
+    info = health(limited, headers=TOKEN).json()
+    assert info["vocab_size"] > 0 and not info["takes_updates"]
     assert requests.get(limited.url + "/status", headers=TOKEN, timeout=5).json()["health"]["status"] == "ready"
     command = Path(f"/proc/{limited.process.pid}/cmdline").read_bytes()
     assert b"token_file" in command and b"s3cret" not in command
@@ -280,7 +280,7 @@ def test_more_requests_than_places_are_told_to_come_back_and_health_stays_quick(
             wait_for_requests(server, len(waiting))
             busy = ask_as(client)
             assert refusal(busy)[:2] == (503, "busy") and int(busy.headers["Retry-After"]) >= 1
-        assert requests.get(server.url + "/health", timeout=5).status_code == 200
+        assert health(server).status_code == 200
         go.touch()
         assert [future.result().status_code for future in waiting] == [200] * 105
         wait_for_requests(server, 0)
@@ -291,23 +291,20 @@ def test_503_while_loading_and_a_signal_then_ends_it_at_once(model_folder, tmp_p
     code = code_for(hold_loading, str(tmp_path / "never"))
     with running_server(model_folder, tmp_path, code=code, awaited=False) as server:
 
-        def health() -> requests.Response | None:
+        def answers() -> bool:
             with suppress(requests.ConnectionError):
-                return requests.get(server.url + "/health", timeout=5)
+                return health(server) is not None
 
-        wait_until(lambda: health() is not None, seconds=60)
-        assert (health().status_code, health().json()["status"]) == (503, "loading")
+        wait_until(answers, seconds=60)
+        assert (health(server).status_code, health(server).json()["status"]) == (503, "loading")
         answer = ask(server, [5], [[6]])
         assert refusal(answer)[:2] == (503, "loading") and int(answer.headers["Retry-After"]) >= 1
         assert server.end(signal.SIGTERM) == 0
 
 
 def wait_for_drain(server) -> None:
-    def health() -> requests.Response:
-        return requests.get(server.url + "/health", timeout=5)
-
-    wait_until(lambda: health().status_code == 503)
-    assert health().json()["status"] == "draining"
+    wait_until(lambda: health(server).status_code == 503)
+    assert health(server).json()["status"] == "draining"
 
 
 @pytest.mark.slow
@@ -365,7 +362,6 @@ def test_what_cannot_be_served_is_said_in_one_line(server, model_folder, tmp_pat
     cases = {
         ("--model_name_or_path", "/no/such/model", "--port", str(free_port())): "model_name_or_path='/no/such/model'",
         ("--model_name_or_path", str(model_folder), "--port", str(server.port)): "another process listens there",
-        ("--host", "0.0.0.0"): "host='0.0.0.0'",
         ("--host", "192.0.2.1", "--token_file", str(tmp_path / "token")): "choose another host",
     }
     for options, complaint in cases.items():

@@ -4,12 +4,10 @@ import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+from conftest import REPOSITORY, free_port, running_server, write_model
 from rounding import NO_KL
 from servers import status
 from trainer_runs import check_alike, finish, lines, one_line, options, plain_python, start, timeless, wait_for_steps
@@ -171,12 +169,8 @@ def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder
     words += ["--resume_from_checkpoint", "last"]
     for rank, done in (("1", 2), ("0", 4)):
         file.write_text(FAILS.replace("FAILING", repr((rank, done))))
-        if done == 2:
-            ended = launch(2, "grpo_ref_split.py", *words)
-        else:
-            program = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "2", *words]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            ended = subprocess.run(program, cwd=REPOSITORY, env=ENVIRONMENT, timeout=240, **pipes)
+        launcher = (2, "grpo_ref_split.py") if done == 2 else (1, "-m", "grpo.launch", "--nproc_per_node=2")
+        ended = launch(*launcher, *words)
         assert ended.returncode != 0
         (error,) = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error:")]
         assert "Reward function 'grade' failed: KeyError('a mistake'); " in error
