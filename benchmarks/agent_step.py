@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks import trl_side
 from benchmarks.demo_step import OURS, PROCESSES, WITH_TOOLS, Run, measure, of_metrics, report
 from demo import shop
-from demo.__main__ import AGENT, TOOLS, places, prepare, train
+from demo.__main__ import AGENT, TOOLS, Demo, places, prepare, train
 from demo.shop_agent import look_up
 from grpo.agents.episodes import AgentSampler
 from grpo.agents.start import start_turns
@@ -96,8 +96,8 @@ def playing(
         agent.close()
 
 
-def run_ours(folder: Path, seed: int, steps: int) -> Run:
-    train(folder, seed, "--eval_steps", "0", "--max_steps", str(steps), demo=AGENT)
+def run_ours(folder: Path, seed: int, steps: int, demo: Demo = AGENT) -> Run:
+    train(folder, seed, "--eval_steps", "0", "--max_steps", str(steps), demo=demo)
     seconds, tokens = of_metrics(folder, settings(folder, seed))
     return Run(seconds, tokens, accuracy(folder, seed, folder / "run/model"))
 
@@ -108,9 +108,7 @@ def run_tools(folder: Path, seed: int, steps: int) -> Run:
     for name in ("model", "data"):
         if not (inner / name).exists():
             (inner / name).symlink_to((folder / name).absolute())
-    train(inner, seed, "--eval_steps", "0", "--max_steps", str(steps), demo=TOOLS)
-    seconds, tokens = of_metrics(inner, settings(folder, seed))
-    return Run(seconds, tokens, accuracy(folder, seed, inner / "run/model"))
+    return run_ours(inner, seed, steps, TOOLS)
 
 
 def run_theirs(folder: Path, seed: int, steps: int, processes: int) -> Run:

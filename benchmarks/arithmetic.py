@@ -1,4 +1,4 @@
-"""Multiply-adds of scoring groups with a Qwen2-shaped model: what is needed, whatever the clock says."""
+"""Multiply-adds of scoring groups with a Qwen2-shaped model: the work that is needed, whatever the clock says."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def prompt_once(groups: list[Group]) -> Work:
     return Work(
         rows=sum(prompt + sum(group) for prompt, group in fed),
         pairs=sum(_triangle(prompt) + sum(prompt * own + _triangle(own) for own in group) for prompt, group in fed),
-        head_rows=_completion_tokens(groups),
+        head_rows=completion_tokens(groups),
     )
 
 
 def each_alone(groups: list[Group]) -> Work:
     """Every sequence with a prompt of its own, no padding, the rest as `prompt_once`."""
     lengths = [len(prompt) + len(one) - 1 for prompt, group in groups for one in group]
-    return Work(rows=sum(lengths), pairs=sum(map(_triangle, lengths)), head_rows=_completion_tokens(groups))
+    return Work(rows=sum(lengths), pairs=sum(map(_triangle, lengths)), head_rows=completion_tokens(groups))
 
 
 def padded(groups: list[Group]) -> Work:
@@ -55,7 +55,7 @@ def padded(groups: list[Group]) -> Work:
     return Work(rows=rows, pairs=sum(count * _triangle(length) for count, length in shapes), head_rows=rows)
 
 
-def _completion_tokens(groups: list[Group]) -> int:
+def completion_tokens(groups: list[Group]) -> int:
     return sum(len(one) for _, group in groups for one in group)
 
 

@@ -1,4 +1,4 @@
-"""What the parts of benchmarks/gpu.py share: the card and its ceilings, time, memory, tables that are JSON too."""
+"""Shared by the parts of benchmarks/gpu.py: the card and its ceilings, time, memory, tables that are JSON too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tables:
 
 
 class Clock:
-    """What is left of a part's time."""
+    """The rest of a part's time."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds

@@ -24,31 +24,12 @@ SHAPES = {
     "Qwen2.5-1.5B": dict(layers=28, hidden_size=1536, intermediate_size=8960, num_attention_heads=12),
     "Qwen2.5-3B": dict(layers=36, hidden_size=2048, intermediate_size=11008, num_attention_heads=16),
 }
+OWN_HEAD = dict(num_key_value_heads=8, tie_word_embeddings=False)
 LARGE_SHAPES = {
-    "Qwen2.5-7B": dict(
-        layers=28,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    ),
-    "Qwen2.5-14B": dict(
-        layers=48,
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    ),
-    "Qwen2.5-32B": dict(
-        layers=64,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    ),
+    "Qwen2.5-7B": OWN_HEAD
+    | dict(layers=28, hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4),
+    "Qwen2.5-14B": dict(layers=48, hidden_size=5120, intermediate_size=13824, num_attention_heads=40, **OWN_HEAD),
+    "Qwen2.5-32B": dict(layers=64, hidden_size=5120, intermediate_size=27648, num_attention_heads=40, **OWN_HEAD),
 }
 TINY = dict(layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=4, vocabulary=1024)
 Group = tuple[list[int], list[list[int]]]
@@ -126,7 +107,7 @@ def ratios(slower: list[float], faster: list[float]) -> list[float]:
 
 
 def forget_peak() -> int:
-    """Start a new peak of this process's memory; return what it holds now, in bytes: on a card, of tensors. Linux."""
+    """Start a new peak of this process's memory; return the bytes that it holds now: on a card, of tensors. Linux."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()

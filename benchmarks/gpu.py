@@ -146,13 +146,7 @@ def logprobs_and_gradient(
 
 
 def speeds(
-    shape: str,
-    model: PreTrainedModel,
-    batcher: Batcher,
-    work: list[Group],
-    chosen: str,
-    clock: Clock,
-    tables: Tables,
+    shape: str, model: PreTrainedModel, batcher: Batcher, work: list[Group], chosen: str, clock: Clock, tables: Tables
 ) -> None:
     sequences = sequences_of(work)
     tables.head(
@@ -269,17 +263,13 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
                 return
             lengths = [draw.randint(6, 12) if tiny else draw.randint(75, 150) for _ in range(prompts)]
             examples = [
-                Example(
-                    index=place,
-                    prompt="",
-                    prompt_ids=[draw.randrange(3, 1000) for _ in range(length)],
-                    columns={},
-                    messages=[],
-                )
+                Example(index=place, prompt="", prompt_ids=[draw.randrange(3, 1000) for _ in range(length)], columns={})
                 for place, length in enumerate(lengths)
             ]
             for name, sampler in samplers(model, new, 8 * prompts).items():
-                seconds = clock_of_sampling(sampler, examples, clock)
+                draw_all = partial(sampler.sample, examples, 8, 1.0, seed=0, on_groups=lambda groups: None)
+                draw_all()  # the warm-up
+                seconds = clock.times(draw_all, most=3)
                 tables.row(
                     shape,
                     8 * prompts,
@@ -299,17 +289,7 @@ def samplers(model: PreTrainedModel, new: int, rows: int) -> dict[str, LocalSamp
         "fused, with graphs": make(ContinuousSampler, graphs=StepGraphs, fused=True),
         "with graphs": make(ContinuousSampler, graphs=StepGraphs),
     }
-    return {
-        **(on_card if CUDA else {}),
-        "continuous": make(ContinuousSampler),
-        "generate": make(LocalSampler),
-    }
-
-
-def clock_of_sampling(sampler: LocalSampler, examples: list, clock: Clock) -> list[float]:
-    draw = partial(sampler.sample, examples, 8, 1.0, seed=0, on_groups=lambda groups: None)
-    draw()
-    return clock.times(draw, most=3)
+    return {**(on_card if CUDA else {}), "continuous": make(ContinuousSampler), "generate": make(LocalSampler)}
 
 
 # Two cards

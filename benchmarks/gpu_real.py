@@ -85,7 +85,7 @@ def gsm8k(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
 
 
 def shapes(build: Build, tiny: bool, clock: Clock, tables: Tables) -> None:
-    """Train random weights for five steps in each shape, and compare the peak with what the dry run promises."""
+    """Train random weights for five steps in each shape, and compare the peak with the dry run's promise."""
     new = "8" if tiny else "400"
     tables.head("shape", "how", *COLUMNS, "published")
     for shape, how, options, published in CASES:
@@ -169,7 +169,7 @@ def has_done(metrics: Path, step: int) -> bool:
 
 
 def promised(words: list[str]) -> float:
-    """Return what the dry run says that the trainer's rank needs on this machine, GiB."""
+    """Return the memory that the dry run says the trainer's rank needs on this machine, GiB."""
     done = subprocess.run([*LAUNCH, "--dry_run", *words], capture_output=True, text=True, check=False)
     found = re.search(r"^  together +([0-9,]+)", done.stdout, re.MULTILINE)
     if not found:

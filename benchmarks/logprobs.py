@@ -4,7 +4,7 @@
     python -m benchmarks.logprobs --part update --layers 24     ... with all of Qwen2.5-0.5B's layers
     python -m benchmarks.logprobs --part memory                 ours alone: peaks as vocabulary and lengths double
     python -m benchmarks.logprobs --part settings               TRL alone: where its best settings come from
-    python -m benchmarks.logprobs --part teacher --layers 24    what the likeliest tokens cost a server
+    python -m benchmarks.logprobs --part teacher --layers 24    the cost of the likeliest tokens
 
 Needs trl (written for 1.16.0) and matplotlib. Tables go to stdout, progress to stderr. Both sides compute the same loss
 and the same gradients: that is checked before anything is timed, and a difference ends the run.
@@ -135,7 +135,7 @@ class Ours:
 
     @torch.no_grad()
     def score(self, work: Work) -> None:
-        """What the reference server does."""
+        """Score as the reference server does."""
         for rows in self.batcher.cut(work.sequences, self.budget):
             token_logprobs(self.model, self.batcher.make([work.sequences[row] for row in rows], "cpu"), 1.0)
 
@@ -359,7 +359,7 @@ def part_settings(layers: int, vocabulary: int, repeats: int) -> None:
 
 
 BODY = 1024
-"""a vocabulary so small that what is measured is the body of the model and hardly the head"""
+"""a vocabulary so small that the body of the model is measured, and hardly the head"""
 
 
 def part_teacher(layers: int, vocabulary: int, repeats: int) -> None:

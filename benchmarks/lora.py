@@ -1,4 +1,4 @@
-"""Memory of the trainer with and without LoRA, and what the reference without a server costs: whole runs on a CPU.
+"""Memory of the trainer with and without LoRA, and the cost of a reference without a server: whole runs on a CPU.
 
     python -m benchmarks.lora              # all ways, one after the other
     python -m benchmarks.lora --layers 1

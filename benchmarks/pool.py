@@ -28,14 +28,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import REPOSITORY, machine, spread, table
-from demo.__main__ import prepare, start, train
+from demo.__main__ import prepare, train, workers
 from grpo.client.server_errors import RequestFailure
 from grpo.config.console import free_port
 from grpo.pool.client import PoolClient
@@ -70,6 +70,8 @@ def pool_servers(folder: Path, count: int = 1, pool_url: str | None = None) -> I
                     PoolClient(url).run()
                     break
                 except RequestFailure:
+                    if any(process.poll() is not None for process in processes):
+                        raise
                     time.sleep(0.1)
         yield urls
     finally:
@@ -207,28 +209,17 @@ def written_alone(groups: int) -> list[object]:
     return ["write and fsync", f"{groups / sum(times):.0f}", "", milliseconds(times), f"{max(times):.1f}", ""]
 
 
-def demo_steps(folder: Path, steps: int, workers: int = 0, groups: int = 1) -> list[object]:
+def demo_steps(folder: Path, steps: int, count: int = 0, groups: int = 1) -> list[object]:
     """Train the demo's model with so many workers, of so many groups at a time; without any the trainer draws."""
     options = ["--max_steps", str(steps), "--eval_steps", "0", "--report_to", "none"]
-    for old in folder.glob("pool.sqlite*"):
-        old.unlink()
-    processes, url = [], f"http://127.0.0.1:{free_port()}"
-    if workers:
-        words = ["ref_server.py", "--task", "rollouts", "--pool_file", folder / "pool.sqlite"]
-        processes.append(start([*words, "--port", url.split(":")[2]], folder / "pool.log"))
-        draw = ["generate.py", "--engine", "transformers", "--pool", url, "--sequences_per_generate", str(8 * groups)]
-        processes += [start(draw, folder / f"worker-{number}.log") for number in range(workers)]
-        options += ["--sampler", "pool", "--pool", url, "--max_policy_lag", "1"]
-    try:
+    with ExitStack() as stack:
+        if count:
+            url, _ = stack.enter_context(workers(folder, count, "--sequences_per_generate", str(8 * groups)))
+            options += ["--sampler", "pool", "--pool", url, "--max_policy_lag", "1"]
         train(folder, 0, *options)
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     measured = rows[len(rows) // 4 :]  # workers import and start in the first ones
-    way = f"{workers} workers, groups at a time: {groups}" if workers else "the trainer itself"
+    way = f"{count} workers, groups at a time: {groups}" if count else "the trainer itself"
     tokens = statistics.median(row["tokens_per_second"] for row in measured)
     return [
         way,

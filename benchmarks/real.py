@@ -73,7 +73,7 @@ def run_ours(folder: Path, seed: int, side: str, options: list[str]) -> dict:
 
 
 def measure(folder: Path) -> dict:
-    """Return what the run in a folder of ours measured."""
+    """Return the numbers of the run in a folder of ours."""
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     config = yaml.safe_load((folder / "run/config.yaml").read_text())
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def run(task_name: str, side: str, folder: Path, seed: int, options: list[str], trl_processes: int) -> dict:
-    """Run a side to its end, and return what it measured."""
+    """Run a side to its end, and return its numbers."""
     task = TASKS[task_name]
     options = [*task.options.split(), *options]
     prepare(folder, seed, REAL)

@@ -36,7 +36,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.arithmetic import padded, prompt_once
+from benchmarks.arithmetic import completion_tokens, padded, prompt_once
 from benchmarks.common import (
     REPOSITORY,
     VOCABULARY,
@@ -394,10 +394,6 @@ def tiny_model(folder: Path, vocabulary: int) -> PreTrainedModel:
 
 def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-
-
-def completion_tokens(work: list[Group]) -> int:
-    return sum(len(one) for _, completions in work for one in completions)
 
 
 def p95(values: list[float]) -> float:

@@ -126,7 +126,7 @@ class Work:
 
     @torch.inference_mode()
     def floor(self) -> int:
-        """Multiply what the last call of `continuous` had to."""
+        """Do the products of the last call of `continuous`."""
         config, layers = self.model.config, [linears(layer) for layer in self.model.base_model.layers]
         heads, head = config.num_key_value_heads, self.model.get_output_embeddings().weight
         repeat, width = config.num_attention_heads // heads, config.hidden_size // config.num_attention_heads

@@ -35,17 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import (
-    REPOSITORY,
-    groups,
-    machine,
-    qwen,
-    random_model,
-    ratios,
-    resident,
-    spread,
-    table,
-)
+from benchmarks.common import REPOSITORY, groups, machine, qwen, random_model, ratios, resident, spread, table
 from benchmarks.ref_server import Server, ours, save_model, say
 from grpo.server.monitor import quantiles
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
@@ -69,7 +59,7 @@ class Answer:
 
 @dataclass
 class Run:
-    """What clients saw, and what the server held meanwhile."""
+    """The answers that clients got, and the server's memory meanwhile."""
 
     seconds: float = 0.0
     answers: list[Answer] = field(default_factory=list)

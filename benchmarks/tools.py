@@ -92,7 +92,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Measured:
-    """Ways that took turns, and what the last turn drew."""
+    """Ways that took turns, and the completions of the last turn."""
 
     wall: dict[str, list[float]]
     """seconds"""
@@ -127,7 +127,7 @@ class Work:
         self.turns = start_turns(config, self.tokenizer, [self.end])
         make_batcher(self.model, self.tokenizer.pad_token_id)  # switches packed attention on
         self.numbers = [self._to_numbers(ids) for ids in map(self._play, range(len(self.script)))]
-        # What is drawn, as one segment.
+        # All drawn tokens, as one segment.
         ones = [[token for ids in segments for token in ids[:-1]] for segments in self.script]
         self.one_segment = [
             self._to_numbers([*ids, *[ids[0]] * len(segments[1:]), self.end])
@@ -167,7 +167,7 @@ class Work:
         }
 
     def check(self, drawn: dict[str, Drawn]) -> None:
-        """Print how much was drawn. Raises ValueError where two ways differ, or drew not what the script says."""
+        """Print how much was drawn. Raises ValueError where two ways differ, or drew other tokens than the script's."""
         tokens = {name: done.tokens for name, done in drawn.items()}
         if {*tokens.values()} != {self.tokens}:
             raise ValueError(f"{self.tokens} tokens are in the script, but these were drawn: {tokens}")
@@ -270,7 +270,7 @@ def scripted_numbers(numbers: list[np.ndarray]) -> Iterator[None]:
 
 @contextmanager
 def scripted_multinomial(script: list[Segments]) -> Iterator[None]:
-    """Let torch.multinomial draw, and return what the script says, call by call of transformers' generate."""
+    """Let torch.multinomial draw, and return the script's tokens, call by call of transformers' generate."""
     multinomial = torch.multinomial
     turn, place, left = 0, 0, script
 

@@ -254,8 +254,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     for turn in range(2):
         prompts = [ids(config.max_prompt_length) for _ in range(config.prompts_per_step // world_size)]
         examples = [
-            Example(index=place, prompt="", prompt_ids=prompt, columns={}, messages=[])
-            for place, prompt in enumerate(prompts)
+            Example(index=place, prompt="", prompt_ids=prompt, columns={}) for place, prompt in enumerate(prompts)
         ]
         if turn == 1:
             forget_peak()

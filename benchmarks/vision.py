@@ -26,27 +26,11 @@ from unittest.mock import patch
 
 import torch
 from PIL import Image, ImageDraw
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-)
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel, Qwen2_5_VLConfig
 
 from benchmarks import logprobs
 from benchmarks.arithmetic import each_alone, prompt_once
-from benchmarks.common import (
-    BESIDE_TRL,
-    beside_trl,
-    forget_peak,
-    fresh,
-    in_turn,
-    machine,
-    peak_above,
-    seconds,
-    table,
-)
+from benchmarks.common import BESIDE_TRL, beside_trl, forget_peak, fresh, in_turn, machine, peak_above, seconds, table
 from benchmarks.logprobs import GROUP, ONE_BATCH, Ours, Theirs, check_sides
 from demo.model import build_tokenizer
 from grpo.config.sampling_settings import SharedConfig

@@ -15,23 +15,20 @@ from __future__ import annotations
 import argparse
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-import requests
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common import REPOSITORY, machine, qwen, random_model, spread, table
+from benchmarks.common import machine, qwen, random_model, spread, table
+from benchmarks.pool import pool_servers
 from demo.__main__ import prepare, train
-from grpo.config.console import free_port
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.pool.client import PoolClient, Retrier
@@ -76,7 +73,7 @@ def main() -> None:
         print(table(head, [row for weights in sources(options) for row in lines(*weights, options)]))
 
 
-# What it costs
+# Costs
 
 
 STEPS = ("copy", "write and SHA-256", "delta", "apply and SHA-256")
@@ -175,8 +172,9 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def lines(name: str, model: PreTrainedModel, move: Move, options: argparse.Namespace) -> Iterator[list[object]]:
     """Yield a row for each line. The worker of each line gets every version before the next is made."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, running_pool(Path(folder)) as port:
-        client, stop = PoolClient(f"http://127.0.0.1:{port}"), threading.Event()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, pool_servers(Path(folder).absolute()) as [url]:
+        client, stop = PoolClient(url), threading.Event()
+        port = int(url.rpartition(":")[2])
         policy = PolicyCopy(model, Batcher(0, packs=False))
         publisher = PolicyPublisher(
             client=client, policy=policy, run_folder=Path(folder), ask=Retrier(client, 60.0, stop), stop=stop
@@ -259,26 +257,6 @@ class Line:
                 target.sendall(data)
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
-
-
-@contextmanager
-def running_pool(folder: Path) -> Iterator[int]:
-    """Run a pool; yield its port."""
-    port = free_port()
-    command = [sys.executable, "ref_server.py", "--task", "rollouts", "--port", str(port)]
-    pool = subprocess.Popen([*command, "--pool_file", str(folder.absolute() / "run.sqlite")], cwd=REPOSITORY)
-    try:
-        while True:
-            with suppress(requests.ConnectionError):
-                if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).json()["status"] == "ready":
-                    break
-            if pool.poll() is not None:
-                raise RuntimeError(f"the pool ended with {pool.returncode}")
-            time.sleep(0.1)
-        yield port
-    finally:
-        pool.terminate()
-        pool.wait()
 
 
 if __name__ == "__main__":

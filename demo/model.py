@@ -99,7 +99,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerFast, question: str, tools: list[d
 
 
 def answer_of(completion: str) -> str | None:
-    """Return the text between the last pair of answer tags, None where there is none."""
+    """Return the text between the last pair of answer tags, or None."""
     answers = re.findall(r"<answer>(.*?)</answer>", completion)
     return answers[-1].strip() if answers else None
 

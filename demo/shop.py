@@ -29,7 +29,7 @@ def stock(item: str, shop: int) -> int:
 
 def draw_number(kind: str, item: str, shop: int) -> int:
     """Return a number from 10 to 99: an even price, or an odd stock, so that the wrong tool is not right by chance.
-    Raises LookupError where there is no such item or shop."""
+    Raises LookupError for any other item or shop."""
     if item not in ITEMS:
         raise LookupError(f"no shop sells {item}")
     if not 10 <= shop <= 99:

@@ -64,7 +64,7 @@ CHAT_TEMPLATE = (
 TAGS = [f"<{end}{name}>" for name in ("answer", "tools", "tool_call", "tool_response") for end in ("", "/")]
 # The pieces of a call in JSON, each a token.
 PIECES = ['{"name": "', '", "arguments": {"', '": "', '", "', '": ', "}}"]
-# What the model is told of a call that cannot be read.
+# The answer to a call that cannot be read.
 ERROR = '{"error": "the call is not JSON: Expecting value: line 1 column 1 (char 0)"}'
 
 
