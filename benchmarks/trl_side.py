@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -79,13 +80,14 @@ def train(
     rows: list[dict] | None = None,
     environment_factory: Callable | None = None,
     before: Callable | None = None,
+    most_seconds: float = math.inf,
     **more: object,
 ) -> None:
     """Train as `config` says, in one process of TRL's side; write the model and measured.json to `output`.
 
     Where it `evaluates`, it does so before the first step and after each `eval_steps`; that time does not count. `rows`
-    are those of the dataset, if not `written_prompts`; `more` are GRPOConfig's; `before` is given the trainer before it
-    trains.
+    are those of the dataset, if not `written_prompts`; `before` is given the trainer before it trains; after
+    `most_seconds` in steps it ends. `more` are GRPOConfig's, and come before what is chosen here.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -111,6 +113,7 @@ def train(
 
         def on_step_end(self, args, state, control, model, **_):
             measured["seconds"].append(time.perf_counter() - self.start)
+            control.should_training_stop |= sum(measured["seconds"]) >= most_seconds
             is_last = state.global_step == config.max_steps
             if evaluates and (is_last or state.global_step % config.eval_steps == 0):
                 self.evaluate(state.global_step, model)
@@ -121,44 +124,44 @@ def train(
                 measured["reward"].append(logs["reward"])
                 measured["kl"].append(logs.get("kl", 0.0))
 
+    chosen = {
+        # The same step.
+        "loss_type": config.loss_type,
+        "scale_rewards": config.scale_rewards,
+        "beta": config.beta,
+        "epsilon": config.epsilon,
+        "epsilon_high": config.epsilon_high,
+        "use_bias_correction_kl": False,
+        "temperature": config.temperature,
+        "num_generations": config.num_generations,
+        "max_completion_length": config.max_completion_length,
+        "max_steps": config.max_steps,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "warmup_steps": config.warmup_steps,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "seed": config.seed,
+        "bf16": ON_CARD and config.dtype != "float32",
+        # What makes it fast here: the whole share in one micro-batch, nothing computed twice, and no search for
+        # parameters that got no gradient.
+        "per_device_train_batch_size": sequences // processes,
+        "gradient_checkpointing": False,
+        "ddp_find_unused_parameters": False,
+        "use_cpu": not ON_CARD,
+        "ddp_backend": "gloo" if processes > 1 else None,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     trainer = GRPOTrainer(
         config.model_name_or_path,
         reward_funcs=reward_funcs,
-        args=GRPOConfig(
-            str(output),
-            # The same step.
-            loss_type="grpo",
-            beta=config.beta,
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            use_bias_correction_kl=False,
-            temperature=config.temperature,
-            num_generations=config.num_generations,
-            max_completion_length=config.max_completion_length,
-            max_steps=config.max_steps,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type=config.lr_scheduler_type,
-            warmup_steps=config.warmup_steps,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
-            bf16=ON_CARD and config.dtype != "float32",
-            # What makes it fast here: the whole share in one micro-batch, nothing computed twice, and no search for
-            # parameters that got no gradient.
-            per_device_train_batch_size=sequences // processes,
-            gradient_checkpointing=False,
-            ddp_find_unused_parameters=False,
-            use_cpu=not ON_CARD,
-            ddp_backend="gloo" if processes > 1 else None,
-            dataloader_pin_memory=False,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            **more,
-        ),
+        args=GRPOConfig(str(output), **(chosen | more)),
         train_dataset=Dataset.from_list(rows or written_prompts(config, tokenizer)),
         processing_class=tokenizer,
         callbacks=[Clock()],
