@@ -13,7 +13,7 @@ from test_import_gguf import WORDS, make, write_gguf
 from trainer_runs import lines, training
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gsm8k import SIDES, TAUGHT, measure
+from benchmarks.gsm8k import SIDES, TAUGHT, TEACHER, measure
 from benchmarks.real import GRPO
 from benchmarks.results import of_gsm8k
 from demo.__main__ import DemoError
@@ -85,7 +85,8 @@ def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
         words += ["--teacher_servers", "http://127.0.0.1:59880"] if side == TAUGHT else []
         config = parse_arguments(LaunchConfig, "", words)
         assert {"demo/gsm8k.py:in_tags_reward", "last_number_reward"} <= set(config.reward_funcs)
-        assert config.max_steps == (20 if side == TAUGHT else 30) and config.eval_samples == 500
+        assert config.max_steps == (20 if side == TAUGHT else 30)
+        assert config.eval_samples == (100 if side == TEACHER else 500)
 
 
 @pytest.mark.slow
@@ -104,7 +105,9 @@ def test_a_killed_training_goes_on(launch, model_folder, tmp_path, monkeypatch):
     second = launch(1, "-m", "demo.gsm8k", *words)
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3], second.stdout
     assert second.returncode == 1  # a model of random words does not learn that
-    assert second.stdout.startswith(f"3 steps on {tmp_path}, and 8 held-out questions before and after; ")
+    asked, steps, *_ = second.stdout.splitlines()
+    assert asked == f"using the questions that are in {tmp_path}/questions"
+    assert steps.startswith(f"3 steps on {tmp_path}/questions, and 8 held-out questions before and after; ")
     assert (run / "starts.jsonl").read_text().count("\n") == 2
     assert second.stdout.endswith("gsm8k: error: the accuracy should rise by 15 points\n")
     measured = measure(run)
