@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, one_line, require
-from grpo.model.load import fixed_date
+from grpo.model.load import render_chat
 from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message
@@ -97,13 +97,6 @@ def render_prompt(
     raise ConfigError(
         f"model_name_or_path={tokenizer.name_or_path!r}: its chat template {one_line(reasons[0])}: {remedy}"
     )
-
-
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
-    """Render messages by the tokenizer's chat template, with `fixed_date`."""
-    if isinstance(template := tokenizer.chat_template, str):
-        options["chat_template"] = fixed_date(template)
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from operator import itemgetter
 from timeit import Timer
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -70,10 +71,12 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def fixed_date(template: str) -> str:
-    """Return a chat template with a fixed date where it writes today's (Llama 3's does): or a run's prompts, and a
-    reward model's texts, would be others on the next day, and the run could not be resumed."""
-    return _TODAY.sub(lambda call: json.dumps(_DAY.strftime(call[2])), template)
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
+    """Render messages by the tokenizer's chat template. One that writes today's date (Llama 3's) writes a fixed one, or
+    a run's prompts and rewards would be others on the next day, and it could not be resumed."""
+    if isinstance(template := tokenizer.chat_template, str) and "strftime_now" in template:
+        options["chat_template"] = _TODAY.sub(lambda call: json.dumps(_DAY.strftime(call[2])), template)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 def load_model(

@@ -23,7 +23,7 @@ from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model.fingerprint import describe
 from grpo.model.hub import base_of, check_model_name, refuse_unloadable
-from grpo.model.load import fixed_date, refuse_hub_kernels, resolve_dtype
+from grpo.model.load import refuse_hub_kernels, render_chat, resolve_dtype
 from grpo.model.packing import Batcher
 from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest
@@ -44,7 +44,7 @@ def load_reward_model(
     options = {"trust_remote_code": config.trust_remote_code}
     remedy = "give a folder, or a hub id that this machine can reach, of a sequence-classification model"
     with refuse_unloadable(field, name, remedy):
-        tokenizer = _load_tokenizer(name, config)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
         settings = AutoConfig.from_pretrained(base_of(name) or name, **options)
         refuse_hub_kernels(field, name, settings, config.trust_remote_code)
         options |= {"dtype": resolve_dtype(config, device), "output_loading_info": True}
@@ -57,18 +57,11 @@ def load_reward_model(
     return model.eval().requires_grad_(False).to(device), tokenizer
 
 
-def _load_tokenizer(name: str, config: SharedConfig) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = fixed_date(tokenizer.chat_template)
-    return tokenizer
-
-
 def try_template(config: SharedConfig, name: str, conversation: list[Message]) -> None:
     """Render a conversation by a reward model's chat template, before it is loaded. Raises ConfigError if it cannot."""
     check_model_name("reward_funcs", name)
     with refuse_unloadable("reward_funcs", name):
-        tokenizer = _load_tokenizer(name, config)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     try:
         _render(tokenizer, 0, conversation)
     except ProtocolError as error:
@@ -168,7 +161,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Messa
     if tokenizer.chat_template is None:
         return "\n\n".join(message["content"] for message in messages)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        return render_chat(tokenizer, messages)
     except Exception as error:  # a template is a program that comes with the model: it may raise anything
         if [message["role"] for message in messages[:2]] == ["system", "user"]:
             # Gemma's template knows no system: as its authors do, its text goes before the user's first.

@@ -185,11 +185,13 @@ def test_a_chat_that_the_template_refuses_is_an_error(folders):
 def test_a_template_may_raise_anything_and_writes_the_same_date_every_day(folders, tmp_path):
     folder = tmp_path / "dated"
     shutil.copytree(folders["gpt2"], folder)
-    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %B %Y') }}{{ 1 // (messages | length - 2) }}")
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages | length == 2 %}{{ 1 // 0 }}{% endif %}{{ raise_exception(strftime_now('%d %B %Y')) }}"
+    )
     with pytest.raises(ConfigError, match=r"^reward_funcs='.*dated': .* refuses these messages \(.*by zero"):
         try_template(TrainerConfig(), str(folder), CHATS[0])
-    _, tokenizer = load_reward_model(TrainerConfig(), "reward_funcs", str(folder), CPU)
-    assert tokenizer.apply_chat_template(CHATS[0][:1], tokenize=False).startswith("26 July 2024")
+    with pytest.raises(ConfigError, match=r"refuses these messages \(26 July 2024\)"):
+        try_template(TrainerConfig(), str(folder), CHATS[0][:1])
 
 
 def test_a_template_that_knows_no_system_has_its_text_before_the_users(folders):
