@@ -102,9 +102,9 @@ class Files:
         else:
             unfinished = self._folder / "run.unfinished"  # half a name on a full disk would be another run's
             unfinished.write_text(f"{run} {name}")
-            with open(unfinished, "rb") as file:
-                os.fsync(file.fileno())
+            _sync(unfinished)
             os.replace(unfinished, claimed)
+            _sync(self._folder)
 
     def size(self, sha256: str) -> int | None:
         """Return the bytes of a file, None if it is missing or not complete."""
@@ -282,9 +282,9 @@ def _append(part: Path, received: int, data: memoryview) -> None:
             raise
 
 
-def _sync(folder: Path) -> None:
-    """Bring the names of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Bring a file, or the names of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -116,25 +116,26 @@ class Store:
                 self.database.sql(f"DELETE FROM tasks WHERE {later}", version.version, version.version)
                 spoiled = self.database.sql("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
                 for key in spoiled:
-                    self.database.store("tasks", **_row(self.find_task(key)[0]))
+                    self._store_task(self.find_task(key)[0])
                 self.database.sql("DELETE FROM journal WHERE weights NOT IN (SELECT weights FROM versions)")
             elif known is not None:  # a run that was started again sends a whole file after a delta
                 version = replace(known, whole=True)
-            self.database.store("versions", version=version.version, weights=version.sha256, info=version.to_json())
+            self._write_version(version, version.to_json())
         return removed
+
+    def _write_version(self, version: Version, info: bytes | None) -> None:
+        """Write a version's row. `info` is None once it is dropped."""
+        self.database.store("versions", version=version.version, weights=version.sha256, info=info)
 
     def versions(self) -> list[Version]:
         """Return all versions, the oldest first."""
         rows = self.database.checked_rows("version {}", f"{_VERSIONS} WHERE info IS NOT NULL ORDER BY version")
-        return [Version.of_fields(json.loads(info)) for _, _, info in rows]
+        return [_version(info) for _, _, info in rows]
 
     def find_version(self, number: int) -> tuple[str | None, Version | None]:
         """Return the SHA-256 of a version's weights, and the version, which is None once it was dropped."""
         rows = self.database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number)
-        if not rows:
-            return None, None
-        _, weights, info = rows[0]
-        return weights, info and Version.of_fields(json.loads(info))
+        return (rows[0][1], rows[0][2] and _version(rows[0][2])) if rows else (None, None)
 
     def drop_versions_below(self, needed: int) -> None:
         """Delete the versions below `needed`, and their files, unless a chain of deltas to a later one needs them."""
@@ -148,7 +149,7 @@ class Store:
                         kept.add(number)
                 removed = [version for number, version in versions.items() if number not in kept]
                 for version in removed:
-                    self.database.store("versions", version=version.version, weights=version.sha256, info=None)
+                    self._write_version(version, None)
             self._drop_files_of(removed)
 
     def _check_files(self, version: Version) -> None:
@@ -182,7 +183,7 @@ class Store:
                 known, _ = self.find_task(task.key)
                 if known is None:
                     self._check_pictures(task)
-                    self.database.store("tasks", **_row(task))
+                    self._store_task(task)
                 elif known != task:
                     reason = f"group {task.group} has another prompt, row or version in the pool"
                     raise ProtocolError(409, "other_run", f"{reason}: {_ANOTHER}")
@@ -252,6 +253,10 @@ class Store:
     def replaced(self, weights: Iterable[tuple[int, str]]) -> set[int]:
         """Return the versions, of these with their weights' SHA-256, that have other weights here."""
         return {number for number, sha256 in weights if self.find_version(number)[0] != sha256}
+
+    def _store_task(self, task: Task) -> None:
+        """Store a task without completions."""
+        self.database.store("tasks", **_row(task))
 
     def _check_pictures(self, task: Task) -> None:
         """Raise ProtocolError if a worker could not get a picture of this task."""
@@ -327,6 +332,10 @@ def _row(task: Task) -> dict[str, Any]:
         "pictures": digests_of(task),
         "drawn": None,
     }
+
+
+def _version(info: bytes) -> Version:
+    return Version.of_fields(json.loads(info))
 
 
 def _files_of(version: Version) -> list[str]:
