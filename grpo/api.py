@@ -33,7 +33,7 @@ from grpo.config.command_line import to_yaml
 from grpo.config.console import start_program
 from grpo.config.errors import ConfigError, first_here, one_line
 from grpo.config.fields import PROGRAMS
-from grpo.config.trainer import settings_in
+from grpo.config.trainer import RecordSection, settings_in
 from grpo.run.run_folder import check_unused, is_finished, is_stop_asked, name_by_time, read_records
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def train(
     """
     checkpoint = settings.get("resume_from_checkpoint")
     if output_dir is None and checkpoint is not None:
-        if checkpoint == "last":
-            raise ConfigError("resume_from_checkpoint='last': of which run? set output_dir to its folder")
+        RecordSection(resume_from_checkpoint=checkpoint)  # refuses "last", which needs the folder
         output_dir = Path(checkpoint).parent
     if output_dir is None and "RANK" in os.environ:
         raise ConfigError("output_dir=None: name a folder: all ranks must have the same")
