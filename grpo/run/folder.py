@@ -38,6 +38,7 @@ _SETTINGS = (
 )
 ENGINE = "engine"
 _NOT_OF_MODEL = ENGINE, "rank-*.pickle", PROGRESS  # the files of a checkpoint that are not its model's
+_NOT_PUSHED = [*_NOT_OF_MODEL, f"{ENGINE}/*"]
 _STARTED_IN = Path.cwd()  # a reward function may change the directory
 _VLLM_RANK = 16  # the largest rank of an adapter that vLLM takes without --max-lora-rank
 
@@ -257,7 +258,7 @@ _uploader = cache(HfApi)  # by its endpoint: a client uploads one folder after t
 
 def _upload(folder: Path, repo: str, message: str) -> Future:
     """Begin to upload a model, after the uploads before it."""
-    options = {"ignore_patterns": [*_NOT_OF_MODEL, f"{ENGINE}/*"], "commit_message": message}
+    options = {"ignore_patterns": _NOT_PUSHED, "commit_message": message}
     return _uploader(HfApi().endpoint).upload_folder(repo_id=repo, folder_path=folder, run_as_future=True, **options)
 
 
@@ -278,8 +279,7 @@ def tell_unpushed() -> None:
     """Warn of the checkpoints whose upload ends with this process."""
     for (checkpoint, repo), upload in _uploads.items():
         if not upload.done():
-            excluded = ["--exclude", *_NOT_OF_MODEL, f"{ENGINE}/*"]
-            command = shlex.join(["hf", "upload", repo, str(checkpoint), *excluded])
+            command = shlex.join(["hf", "upload", repo, str(checkpoint), "--exclude", *_NOT_PUSHED])
             log.warning("%s is not pushed yet: push it with: %s", checkpoint, command)
 
 
