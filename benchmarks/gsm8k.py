@@ -2,7 +2,7 @@
 
     python -m benchmarks.gsm8k --seed 0                            the recipe, as `make gsm8k` runs it
     python -m benchmarks.gsm8k --side "simple_GRPO's" --seed 0     the settings of another
-    python -m benchmarks.gsm8k --side "its teacher"                 answers of the 1.5B model itself
+    python -m benchmarks.gsm8k --side "its teacher"                answers of the 1.5B model itself
     python -m benchmarks.gsm8k --side TRL                          the recipe by TRL, for the steps of an hour
     python -m benchmarks.gsm8k --side "beside TRL" --max_steps 6   and by ours, so many steps
     python -m benchmarks.results                                   makes docs/results.md of all files of numbers
@@ -46,7 +46,7 @@ NAME = "qwen"  # of the file of numbers
 BURKOV, TAUGHT, TEACHER, BESIDE_TRL = "Burkov's", "taught by 1.5B", "its teacher", "beside TRL"
 MEASURED = "last_number_reward demo/gsm8k.py:in_tags_reward"
 ALL_TRAINED = "--num_generations 8 --eval_steps 0 --save_steps 0"
-HOUR, MICRO_BATCH = 3600.0, 4  # of TRL
+HOUR, MICRO_BATCHES = 3600.0, 16  # of TRL, each of four completions
 TAGS = "Write reasoning and answer within tags, like this: "
 SIDES = {
     GRPO: "",
@@ -155,16 +155,13 @@ def worker(run: Path, words: list[str]) -> None:
     """Do the part of TRL's process: train for an hour."""
     warnings.filterwarnings("ignore")
     config = parse_arguments(TrainerConfig, "", words)
-    micro_batches = config.prompts_per_step * config.num_generations // MICRO_BATCH
     trl_side.train(
         config,
         [*load_reward_funcs(config.reward_funcs).values()],
         run,
+        micro_batches=MICRO_BATCHES,
         most_seconds=HOUR,
         reward_weights=config.reward_weights,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=micro_batches,
-        bf16=config.dtype == "bfloat16",
     )
 
 

@@ -248,8 +248,14 @@ def of_gsm8k(results: dict[str, Runs]) -> list[str]:
         parts.append(nearer(results[gsm8k.TAUGHT]["0"], runs))
     if gsm8k.TEACHER in results:
         (alone,) = results[gsm8k.TEACHER]["0"]["evaluations"]
-        shares = {name.replace(" ", "_"): 100 * share for name, share in alone.items()}
-        parts.append(GSM8K_TEACHER.format(**shares | {"questions": alone["questions"]}))
+        parts.append(
+            GSM8K_TEACHER.format(
+                questions=alone["questions"],
+                last_number=100 * alone["last number"],
+                right=100 * alone["right"],
+                cut=100 * alone["cut"],
+            )
+        )
     if gsm8k.BESIDE_TRL in results and TRL in results:
         compared = {"ours": gsm8k.BESIDE_TRL, TRL: TRL}
         steps = min(len(results[name]["0"]["seconds"]) for name in compared.values())

@@ -80,6 +80,7 @@ def train(
     rows: list[dict] | None = None,
     environment_factory: Callable | None = None,
     before: Callable | None = None,
+    micro_batches: int = 1,
     most_seconds: float = math.inf,
     **more: object,
 ) -> None:
@@ -87,7 +88,7 @@ def train(
 
     Where it `evaluates`, it does so before the first step and after each `eval_steps`; that time does not count. `rows`
     are those of the dataset, if not `written_prompts`; `before` is given the trainer before it trains; after
-    `most_seconds` in steps it ends. `more` are GRPOConfig's, and come before what is chosen here.
+    `most_seconds` in steps it ends. A process's share of a step is so many `micro_batches`. `more` are GRPOConfig's.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -95,6 +96,7 @@ def train(
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     sequences = config.prompts_per_step * config.num_generations
+    share = sequences // processes
     tokenizer = tokenizer or load_tokenizer(config)
     measured: dict[str, list] = {"seconds": [], "tokens": [], "reward": [], "kl": [], "evaluations": []}
 
@@ -124,44 +126,46 @@ def train(
                 measured["reward"].append(logs["reward"])
                 measured["kl"].append(logs.get("kl", 0.0))
 
-    chosen = {
-        # The same step.
-        "loss_type": config.loss_type,
-        "scale_rewards": config.scale_rewards,
-        "beta": config.beta,
-        "epsilon": config.epsilon,
-        "epsilon_high": config.epsilon_high,
-        "use_bias_correction_kl": False,
-        "temperature": config.temperature,
-        "num_generations": config.num_generations,
-        "max_completion_length": config.max_completion_length,
-        "max_steps": config.max_steps,
-        "learning_rate": config.learning_rate,
-        "lr_scheduler_type": config.lr_scheduler_type,
-        "warmup_steps": config.warmup_steps,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
-        "seed": config.seed,
-        "bf16": ON_CARD and config.dtype != "float32",
-        # What makes it fast here: the whole share in one micro-batch, nothing computed twice, and no search for
-        # parameters that got no gradient.
-        "per_device_train_batch_size": sequences // processes,
-        "gradient_checkpointing": False,
-        "ddp_find_unused_parameters": False,
-        "use_cpu": not ON_CARD,
-        "ddp_backend": "gloo" if processes > 1 else None,
-        "dataloader_pin_memory": False,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
     trainer = GRPOTrainer(
         config.model_name_or_path,
         reward_funcs=reward_funcs,
-        args=GRPOConfig(str(output), **(chosen | more)),
+        args=GRPOConfig(
+            str(output),
+            # The same step.
+            loss_type=config.loss_type,
+            scale_rewards=config.scale_rewards,
+            beta=config.beta,
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            use_bias_correction_kl=False,
+            temperature=config.temperature,
+            num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length,
+            max_steps=config.max_steps,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type=config.lr_scheduler_type,
+            warmup_steps=config.warmup_steps,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            seed=config.seed,
+            bf16=config.dtype == "bfloat16" or (ON_CARD and config.dtype != "float32"),
+            # What makes it fast here: large micro-batches, nothing computed twice, and no search for parameters that
+            # got no gradient.
+            per_device_train_batch_size=share // micro_batches,
+            gradient_accumulation_steps=micro_batches,
+            gradient_checkpointing=False,
+            ddp_find_unused_parameters=False,
+            use_cpu=not ON_CARD,
+            ddp_backend="gloo" if processes > 1 else None,
+            dataloader_pin_memory=False,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            **more,
+        ),
         train_dataset=Dataset.from_list(rows or written_prompts(config, tokenizer)),
         processing_class=tokenizer,
         callbacks=[Clock()],
