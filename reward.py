@@ -34,6 +34,7 @@ from grpo.rewards.answers import ASCII, NUMBER_IN_TEXT, find_last_boxed, same_va
 
 TAGS = "think", "answer"
 ENDING = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>|<eos>|</s>)*")
+IN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))")  # LaTeX's commas
 TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
@@ -88,10 +89,11 @@ def last_number_reward(completions, answer, **kwargs) -> list[float | None]:
     """Return 1.0 if the last number of the text has the gold's value, else 0.0: for answers without tags. The last
     number of "2 1/2" is 2.5, of "20-18" 18."""
     check_golds(answer)
-    found = [NUMBER_IN_TEXT.findall(text_of(completion).translate(ASCII))[-1:] for completion in completions]
+    texts = [IN_THOUSANDS.sub(",", text_of(completion).translate(ASCII)) for completion in completions]
+    found = [NUMBER_IN_TEXT.findall(text)[-1:] for text in texts]
     values = [to_number(last[0]) if last else None for last in found]
     return [
-        None if gold is None else float(value is not None and value == to_number(gold))
+        None if gold is None else float(value is not None and value == to_number(find_last_boxed(gold) or gold))
         for value, gold in zip(values, answer, strict=True)
     ]
 
@@ -124,8 +126,8 @@ def score_answer(completion: str, gold: str) -> float:
 
 
 def score_format(completion: str, prompt: str, tags: tuple[str, str] = TAGS) -> float:
-    completion = find_opened_tags(completion, prompt) + completion
     first, second = tags
+    completion = find_opened_tags(completion, prompt, first) + completion
     marks, last_mark = (f"<{first}>", f"</{first}>", f"<{second}>"), f"</{second}>"
     ends_well = ENDING.fullmatch(completion.rpartition(last_mark)[2])
     counted, last = 0, -1
@@ -140,23 +142,24 @@ def has_boxed_format(text: str) -> bool:
     return thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
 
 
-def find_opened_tags(completion: str, prompt: str) -> str:
-    """Return the thinking tags at the prompt's end, or "".
+def find_opened_tags(completion: str, prompt: str, first: str = "think") -> str:
+    """Return the thinking tags, by their name `first`, at the prompt's end, or "".
 
     A prompt may end in `<think>` (templates of R1, QwQ and Qwen3-Thinking), in an empty `<think> </think>` (Qwen3 with
     enable_thinking=false) or, prefilled, in `<think>`, a line break and the start of a thought. The last two count only
     if the tag begins a line or follows a template's token, no other tag or token follows, and, for an empty pair, the
     completion has no `<think>`.
     """
-    before, tag, after = prompt.rpartition("<think>")
+    begin, end = f"<{first}>", f"</{first}>"
+    before, tag, after = prompt.rpartition(begin)
     if tag and not after.strip():
-        return "<think>"
+        return begin
     if not tag or (before and before[-1] not in "\n>]"):
         return ""
-    if after.strip().startswith("</think>"):
-        is_empty_pair = after.strip() == "</think>" and "<think>" not in completion
-        return "<think></think>" if is_empty_pair else ""
-    return "<think>" if after.startswith("\n") and not TAG_OR_TOKEN.search(after) else ""
+    if after.strip().startswith(end):
+        is_empty_pair = after.strip() == end and begin not in completion
+        return begin + end if is_empty_pair else ""
+    return begin if after.startswith("\n") and not TAG_OR_TOKEN.search(after) else ""
 
 
 def find_last_answer(completion: str) -> str:

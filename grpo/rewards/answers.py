@@ -48,6 +48,7 @@ SIGNS = r"""° ^\circ º ^\circ ˚ ^\circ × \times · \cdot ⋅ \cdot ÷ \div �
     π \pi Δ \Delta σ \sigma φ \phi ω \omega"""
 LATEX = ASCII | {ord(sign): f"{latex} " for sign, latex in re.findall(r"(\S) (\S+)", SIGNS)}
 LATEX |= str.maketrans({"∛": "√[3]", "∜": "√[4]"})
+VULGAR = re.compile(r"(?<=[√^/÷⁄∕])\s*[0-9]*[¼-¾⅐-⅞]|[0-9]*[¼-¾⅐-⅞](?=[\w√(])")  # that need brackets
 ROOT = re.compile(r"√(\[[34]\])?\s*(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[a-z]+))")
 
 
@@ -55,15 +56,25 @@ def write_ascii(text: str) -> str:
     r"""Write Unicode's mathematics in ASCII and LaTeX: "x²" as "x^2", "2√5" as "2\sqrt{5}", "2½" as "2 1/2"."""
     if text.isascii():
         return text
-    text = re.sub(r"([0-9]*[¼-¾⅐-⅞])(?=[\w√(])", r"(\1)", text)  # "½x" is not 1/(2x)
+    text = VULGAR.sub(lambda match: f"({match[0].strip()})", text)  # "½x" is not 1/(2x), and "3/½" is 6
     text = re.sub("[¹²³⁰ⁱ⁴-ⁿ]+", r"^{\g<0>}", re.sub("[₀-₎]+", r"_{\g<0>}", text))
     text = re.sub(r"([_^])\{(.)\}", r"\1\2", text)  # \text{ cm^2}
-    text = unicodedata.normalize("NFKC", text.translate(LATEX)).translate(ASCII)
+    text = unicodedata.normalize("NFKC", text.translate(LATEX)).translate(ASCII).replace("( ", "(")
     while ROOT.search(text):
         text = ROOT.sub(r"\\sqrt\1{\2\3}", text)
     return text
 
 
+SYNONYMS = {  # of LaTeX
+    r"\\(?:(?:display|text)style|[bB]igg?[lr]?)": "",
+    r"\\([lg]e)qslant": r"\\\1q",
+    r"\\varnothing": r"\\emptyset",
+    r"\\[lr]vert": "|",
+    r"(?<=[.0-9])\\(?:bar|dot)": r"\\overline",
+    r"\\mathrm\s*\{([ei])\}": r"\1",
+    r"(?<=[0-9])\\[,!](?=[0-9]{3}(?![0-9]))": ",",
+}
+SYNONYMS = {re.compile(rf"{written}(?![A-Za-z])"): latex for written, latex in SYNONYMS.items()}
 LONGEST = 1000  # characters; anything longer can only be equal as a string
 MATHEMATICS = re.compile(r"[0-9\\^_=<>+*/(\[{|]")
 MARKDOWN = re.compile(r"(\*\*|__|[*_`])([^*_`]+)\1")
@@ -79,12 +90,15 @@ def same_value(text: str, gold: str) -> bool:
     if max(len(text), len(gold)) > LONGEST:
         return False
     text, gold = (" ".join(write_ascii(side).split()) for side in (text, gold))
+    for synonym, latex in SYNONYMS.items():
+        text, gold = (synonym.sub(latex, side) for side in (text, gold))
     is_latex = "\\" in text
     text, gold = strip_delimiters(text), strip_delimiters(gold)
     if same_words(text, gold):
         return text != ""
-    if "=" not in gold and (match := VARIABLE.match(text)):
+    if "=" not in gold and not name_values(text) and (match := VARIABLE.match(text)):
         text = strip_delimiters(text[match.end() :].strip())
+    written = text
     number, text, unit = read_value(text)
     # The m of a gold "5 m" may be a variable, if the text has no unit.
     gold_number, gold, gold_unit = read_value(gold, allow_unit=unit != "" or not re.search(" [a-z]$", gold))
@@ -95,9 +109,16 @@ def same_value(text: str, gold: str) -> bool:
         return number == gold_number
     if not (MATHEMATICS.search(gold) and find_spec("math_verify")):
         return False
-    text, gold = (AND_OR.sub(" ,", IGNORED.sub("", side)) for side in (text, gold))
-    # A comma may separate thousands or elements: a text has two readings.
-    return any(same_expression(reading, gold) for reading in dict.fromkeys([text, THOUSANDS.sub("", text)]))
+    text, gold = (IGNORED.sub("", IN_DEGREES.sub(r"\1{\\frac{\2\\pi}{180}}", side)) for side in (text, gold))
+    connectives = [set(re.findall(r"\b(?:and|or)\b", side)) for side in (text, gold)]
+    if INEQUALITY.search(gold) and all(connectives) and connectives[0] != connectives[1]:
+        return False
+    text, gold = (AND_OR.sub(" ,", side) for side in (text, gold))
+    # A comma may separate thousands or elements: a text has two readings, one that was read as a number has a third.
+    readings = [text, THOUSANDS.sub("", text)]
+    if WHOLE_NUMBERS.fullmatch(written):
+        readings.append(written.replace(",", ", "))
+    return any(same_expression(reading, gold) for reading in dict.fromkeys(readings))
 
 
 def strip_delimiters(text: str) -> str:
@@ -183,7 +204,8 @@ CHANGES = re.compile(
     rf"""  # numbers, shares and multiples; operations; signs and limits; other answers
       (?: zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|fif|eigh|nin|twelf|third|half|halve
         | (?:twen|thir|fou?r|fif|six|seven|eigh|nine)t(?:een|y|ie)|hundred|thousand|dozen )+ (?:s|d|th|ths|ish)?
-    | \w*(?:illion|illiard|fold)s?(?:th|ths)?|lakhs?|crores?|mill?e?|mln|bil|bln|thou|doz|grand|gross|scores?|pairs?
+    | \w*(?:illion|illiard|fold)s?(?:th|ths)?|mil(?:lionen|liarden|lones|hões|hão|ion[ie]?|iard[io]?)|billion(?:en|es)
+    | tausend|hundert|dutzend|mio|mrd|lakhs?|crores?|mill?e?|mln|bil|bln|thou|doz|grand|gross|scores?|pairs?
     | quarters?|single|once|twice|thrice|(?:doubl|trebl|tripl|\w+upl)\w{{1,3}}|mega|giga|tera|micro|nano|milli|basis
     | pp[mbt]|bps|infinit[ey]|none|tau|phi|[abcxyz]{{3,}}
     | times|plus|over|into|(?:multipli?|divid|subtract|add|increas|decreas|reduc)(?:y|ed?|ing)?|squared?|cubed?|powers?
@@ -254,6 +276,8 @@ def read_value(side: str, allow_unit: bool = True) -> tuple[Fraction | None, str
     if number is not None:
         return number, side if "%" in side else write_value(number), unit
     found = [match for match in LATEX_UNIT.finditer(side) if is_unit(" " + match[match.lastindex].strip())]
+    # Bare letters after an expression may be variables, unless they are a known unit.
+    found = [match for match in found if match[1] is not None or read_unit(match[0])[0]]
     for match in reversed(found):
         side = f"{side[: match.start()]} {side[match.end() :]}"
     side = MIXED.sub(lambda match: write_value(int(match[1]) + Fraction(match[2])), side)
@@ -298,8 +322,15 @@ def read_unit(unit: str) -> tuple[str, set[str]]:
 
 EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\equiv(?![A-Za-z])")
 IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\{,\}|\\!|\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
+INEQUALITY = re.compile(r"[<>]|\\[lg]eq?(?![A-Za-z])")
 AND_OR = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+WHOLE_NUMBERS = re.compile("[1-9][0-9]*(?:,[1-9][0-9]*)+")
+IN_DEGREES = re.compile(  # math-verify computes in radians
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^[0-9]|\^\{[0-9]\})?\s*(?:\\left)?\s*\(?\s*)([0-9]+(?:\.[0-9]+)?)"
+    r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})"
+)
+BASE = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)")  # of a numeral
 BRACKETS = re.compile(r"(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 # A power, an index, a function's argument, an environment: no values.
 ATTACHED = re.compile(r"[_^]\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)|(?<=[A-Za-z'])\([^()]*\)|\\(?:begin|end)\{[^{}]*\}")
@@ -323,6 +354,17 @@ def same_expression(text: str, gold: str) -> bool:
     """Tell whether `math-verify` finds the text's value equal to the gold. The value of "A = B = C" is its last side,
     for each element of a list. `math-verify` would take "1/3 = 1/2" for 1/2: so all sides before must equal the last,
     but those that name the unknown ("x", "|z|")."""
+    if BASE.search(text) and BASE.findall(text) != BASE.findall(gold):
+        return False
+    if EQUALS.search(text):
+        if EQUALS.search(gold) and ("'" in text) != ("'" in gold):  # y' = 2x
+            return False
+        named = {} if EQUALS.search(gold) else name_values(text)
+        if named and named.keys() <= {*"xyz"}:  # of other letters nobody knows the gold's order
+            text = ", ".join(f"{name} = {named[name]}" for name in sorted(named))
+    elif named := name_values(gold):  # math-verify would take a set
+        text = text if BRACKETS.fullmatch(text) else f"({text})"
+        gold = f"({', '.join(named[name] for name in sorted(named))})"
     chains = []
     if EQUALS.search(text) and not EQUALS.search(gold):
         chains = [split(element, EQUALS.pattern) for element in split(text, ",")]
@@ -334,6 +376,14 @@ def same_expression(text: str, gold: str) -> bool:
     if any(match[0] not in gold for side, _ in [(text, gold), *values] for match in PASSED_OVER.finditer(side)):
         return False
     return same_shape(text, gold) and all(math_process.equal(*pair) for pair in [(text, gold), *values])
+
+
+def name_values(side: str) -> dict[str, str]:
+    """Return the value of each letter of "x = 1, y = 2"; none for any other text, also "x = 1, x = 2"."""
+    pairs = [[part.strip() for part in split(element, EQUALS.pattern)] for element in split(side, ",")]
+    is_named = len(pairs) > 1 and all(len(pair) == 2 and re.fullmatch("[A-Za-z]", pair[0]) for pair in pairs)
+    named = dict(pairs) if is_named else {}
+    return named if len(named) == len(pairs) else {}
 
 
 def split(text: str, separator: str) -> list[str]:
@@ -351,7 +401,7 @@ def split(text: str, separator: str) -> list[str]:
 def is_name(side: str) -> bool:
     r"""Tell whether a side of an equation names the unknown value, such as x, f(2), AB^2 or \frac{a}{b}. One unknown
     among numbers is no name ("x/2 = 5" is not solved), and "20 km" is a number."""
-    if to_number(side) is not None:
+    if to_number(side) is not None or side.lstrip().startswith("-"):
         return False
     side = ATTACHED.sub("", side)
     unknowns = len(UNKNOWN.findall(COMMAND.sub(lambda match: "x" if UNKNOWN.fullmatch(match[0]) else " ", side)))
@@ -362,26 +412,26 @@ def same_shape(text: str, gold: str) -> bool:
     r"""Tell whether two lists may be equal: as many elements, no \{1,2\} for (1,2). `math-verify` checks neither."""
     text, gold = (re.sub(r"\\[,;! ]|\s", "", side) for side in (text, gold))
     brackets = [BRACKETS.fullmatch(side) for side in (text, gold)]
-    if all(brackets) and brackets[0].groups() != brackets[1].groups():
+    if all(brackets) and r"\cup" not in gold and brackets[0].groups() != brackets[1].groups():
         return False
     size, *gold_sizes = (side.count(",") + side.count(r"\pm") for side in (text, gold, THOUSANDS.sub("", gold)))
     return size == 0 or size in gold_sizes
 
 
 LATEX_DECIMAL = re.compile(
-    r"(?=\.?[0-9])([0-9]*(?:\.([0-9]*))?)(?:\\overline\s*\{([0-9]+)\})?(?:[eE]([-+]?[0-9]{1,3}))?"
+    r"(?=\.?[0-9])([0-9]*(?:\.([0-9]*))?)(?:\\overline\s*\{([0-9]+)\})?(?:[eE]([-+]?[0-9]{1,3}))?(\s*\\?%)?"
 )
 
 
 def write_fraction(match: re.Match) -> str:
     r"""Write a decimal as "{\frac{1}{4}}". As floats, `math-verify` would take 0.333333 for 1/3."""
-    digits, places, repeated, exponent = match.groups()
-    if match[0].isdigit() or (repeated and places is None):
+    digits, places, repeated, exponent, percent = match.groups()
+    if places is None and (repeated or not exponent):  # a whole number
         return match[0]
     value = Fraction(f"0{digits}")
     if repeated:
         value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(places))
-    value *= Fraction(10) ** int(exponent or 0)
+    value *= Fraction(10) ** (int(exponent or 0) - 2 * bool(percent))
     return write_value(value)
 
 

@@ -144,8 +144,66 @@ EQUAL = {
         5 cm | The length is \boxed{5} cm. | The length is \boxed{5}. | The length is \boxed{5 cm}
         B | The answer is \boxed{B}. | \boxed{\text{B}}
     """,
+    "values of several letters, lists, unions": r"""
+        (1,2) | x=1, y=2 | y=2, x=1 | y = 2, x = 1
+        x=2, y=3 | 2, 3 | (2,3)
+        x=2, x=3 | 3, 2
+        100, 200 | 100,200
+        \{101, 202\} | 101,202
+        (-\infty,-1]\cup(2,\infty) | (2,\infty)\cup(-\infty,-1]
+        x>1 and x<5 | x>1 and x<5
+    """,
+    "fractions of one sign, degrees, bases": r"""
+        \sqrt{\frac12} | √½
+        6 | 3/½
+        12 | 6÷½
+        \sqrt{x} | x^½
+        \cos 20^\circ | \cos(20^\circ) | \sin 70^\circ
+        2\cos 40^\circ | 2\cos(40^\circ)
+        \frac12 | \sin 30^\circ
+        1 | \tan 45^\circ
+        1011_2 | 1011_{2}
+        9\pi cm^2 | 9\pi
+        \frac{1}{8} | 12.5% | 12.5\%
+        \frac{1}{40} | 2.5\%
+    """,
+    "other commands of LaTeX": r"""
+        \emptyset | \varnothing | ∅
+        x \leq 3 | x \leqslant 3
+        |x| | \lvert x\rvert
+        \frac12 | \displaystyle\frac12
+        (1,2) | \bigl(1,2\bigr)
+        e^2 | \mathrm{e}^2
+        \frac13 | 0.\bar{3} | 0.\dot{3}
+        10000 | 10\,000
+        10\,000 | 10000
+    """,
 }
 DIFFERENT = {
+    "values of other letters, letters of no unit": r"""
+        (1,2) | y=1, x=2
+        x=2, y=3 | 3, 2 | (3,2)
+        x=2, y=3, z=4 | 2,4,3
+        5 | \(-x = 5\)
+        \sqrt{5} | -x = \sqrt{5}
+        \frac{1}{2} at^2 | \frac{1}{2}
+        v_0 + \frac12 at | v_0 + \frac12
+        2\pi rst | 2\pi
+        x>1 and x<5 | x>1 or x<5
+        x<1 or x>2 | x<1 and x>2
+        y' = 2x | y = 2x
+    """,
+    "what only begins alike": r"""
+        \frac{1}{2} | √½
+        \frac{\sqrt3}{4} | √¾
+        1.5 | 3/½
+        3 | 6÷½
+        \frac83 | 8^⅓
+        \frac{x}{2} | x^½
+        1011_2 | 1011_3 | 1111_2
+        17_{8} | 17_{10}
+        \cos 20^\circ | \cos 20
+    """,
     "two answers": r"""
         \frac12 | \frac13 == \frac12 | \frac13 ≡ \frac12 | \frac13 ≟ \frac12 | \frac13 ≐ \frac12 | \frac13 ≔ \frac12
         \frac12 | \frac12 ≅ \frac13 | \frac12 ≃ \frac13 | \frac12 ⇒ \frac13 | \frac12 → \frac13 | \frac13 ∨ \frac12
@@ -430,6 +488,10 @@ LAST_NUMBERS = {
     "version 1.2.3": "3",
     "f(3)-4": "4",
     "$1,234.50": "1234.5",
+    "14{,}400": "14400",
+    r"14,\!400": "14400",
+    r"14\,400 people": "14400",
+    "so 18": r"\boxed{18}",
 }
 
 

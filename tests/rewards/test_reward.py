@@ -224,7 +224,8 @@ def test_every_gold_of_gsm8k_earns_full_marks(split, size):
 
 CHANGING_WORDS = re.split(
     "[|]",
-    "squared|cubed|square|factorial|tenths|halves|half|quarters|hundredth|millionths|dozens of eggs|thousand miles"
+    "Millionen|Milliarden|millones|milhões|milioni|tausend|hundert|Mio|Mrd|Dutzend"
+    "|squared|cubed|square|factorial|tenths|halves|half|quarters|hundredth|millionths|dozens of eggs|thousand miles"
     "|million people|billion|zillion|grand|lakh|gross|score|pair|mil|thou|mega|basis points|ppm|ten|fourteen|twenty"
     "|twomillion|twenty-two|doubled|triple|quadrupled|twice|tenfold|over two|times two|times|plus two|minus|minus two"
     "|by two|to two|divided by two|multiplied|mod five|base eight|hex|choose two|to the fourth|power|square root|log"
@@ -267,6 +268,12 @@ def test_format(completion, expected):
 )
 def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
     assert formatting(completion, prompt) == expected
+
+
+def test_other_tags_that_the_prompt_opens_are_there():
+    tags, completion = ("reasoning", "answer"), "2+2</reasoning><answer>4</answer>"
+    for prompt, expected in (("assistant\n<reasoning>\n", 0.8), ("assistant\n<think>\n", 0.6)):
+        assert format_reward([prompt], [completion], tags=tags) == [expected]
 
 
 @pytest.mark.parametrize("begin", ["assistant\n", "<|Assistant|>", "[/INST]", "Write <think> first.\nassistant\n"])
