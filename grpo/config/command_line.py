@@ -98,11 +98,14 @@ def parse_arguments(
         first, _ = parser.parse_known_args(arguments)
         if first.help:
             parser.end_with_help(first.help)
-        from_file = _yaml_arguments(Path(first.config), settings) if first.config else []
-        parser.source = f"{first.config}: "
-        parser.parse_known_args(from_file)  # an error then names the file
+        from_file = []
+        for name in first.config:
+            words = _yaml_arguments(Path(name), settings)
+            parser.source = f"{name}: "
+            parser.parse_known_args(words)  # an error then names the file
+            from_file += words
         parser.source = ""
-        # The file's settings go before the command line's, so that argparse lets the latter win.
+        # The files' settings go before the command line's, so that argparse lets the latter win.
         parsed, unknown = parser.parse_known_args(from_file + arguments)
         if unknown:
             raise _unknown_options(unknown, config_class)
@@ -162,7 +165,8 @@ class _Parser(ArgumentParser):
         group = self.add_argument_group("options")
         shows = "show the settings that most people touch, those of a topic, or all (--help all)"
         group.add_argument("--help", "-h", nargs="?", const=COMMON, metavar="[TOPIC]", help=shows)
-        group.add_argument("--config", metavar="FILE.yaml", help="read settings, a line 'field: value' for each")
+        reads = "read settings, a line 'field: value' for each; of several files the last one wins"
+        group.add_argument("--config", action="append", default=[], metavar="FILE.yaml", help=reads)
         if positional:
             self.add_argument(positional, nargs="*", default=SUPPRESS, help=SUPPRESS)
         self.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it

@@ -267,6 +267,13 @@ def test_the_file_beats_the_defaults_and_the_command_line_beats_the_file(file):
     assert config.num_generations == 6
 
 
+def test_of_several_files_the_last_one_wins(file, tmp_path):
+    (tmp_path / "more.yaml").write_text("num_generations: 6\nreward_weights: [3]\n")
+    paths = file("beta: 0\nnum_generations: 4\nreward_weights: [1, 2]\n"), str(tmp_path / "more.yaml")
+    config = trainer("--config", paths[0], f"--config={paths[1]}", "--reward_funcs", "correctness_reward")
+    assert (config.beta, config.num_generations, config.reward_weights) == (0.0, 6, [3.0])
+
+
 def test_one_file_serves_both(file):
     path = file("port: 4711\nmax_batch_tokens: 9\nreward_weights: [1, -2.5]\nmax_length: null\nlora_dropout: 0.0\n")
     assert parse_arguments(ServerConfig, "", ["--config", path]).max_batch_tokens == 9
