@@ -52,11 +52,12 @@ SIDES = {
     GRPO: "",
     SIMPLE: "--num_draws 8 --num_generations 8 --temperature 0.9 --steps_per_generation 4 --reward_tolerance 1e-4 "
     "--max_resample 4 --loss_type grpo --scale_rewards group --learning_rate 1e-6 --lr_scheduler_type constant "
+    "--warmup_steps 0 "
     f"--beta 0.04 --reward_funcs correctness_reward format_reward {MEASURED} --reward_weights 1 1 0 0 "
     f"--system_prompt '{TAGS}<think>reasoning here</think><answer>answer here</answer>'",
     BURKOV: "--num_draws 14 --num_generations 14 --prompts_per_step 5 --temperature 1 --epsilon 0.1 --loss_type grpo "
-    "--scale_rewards group --learning_rate 5e-6 --lr_scheduler_type constant --beta 0.04 --reward_funcs "
-    f"correctness_reward 'format_reward(reasoning, answer)' {MEASURED} --reward_weights 1 1 0 0 "
+    "--scale_rewards group --learning_rate 5e-6 --lr_scheduler_type constant --warmup_steps 0 --beta 0.04 "
+    f"--reward_funcs correctness_reward 'format_reward(reasoning, answer)' {MEASURED} --reward_weights 1 1 0 0 "
     f"--system_prompt '{TAGS}<reasoning>...</reasoning><answer>...</answer>'",
     TAUGHT: "--distillation_loss reverse_kl --reward_weights 0 0 0 --beta 0 --num_draws 1 --num_generations 1 "
     "--prompts_per_step 32 --max_steps 20 --eval_steps 20 --learning_rate 2e-5 --micro_batch_tokens 1024",

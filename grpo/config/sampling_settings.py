@@ -223,7 +223,9 @@ class GenerationSection(Section):
         True, "draw by Triton kernels on a GPU, where the model can", off="draw by torch's own"
     )
     num_generations_eval: int = option(0, "samples for avg@k and pass@k; 0: greedy alone", common=True, at_least=0)
-    eval_temperature: float | None = option(None, "temperature of these samples; unset is temperature", above=0)
+    eval_temperature: float | None = option(
+        None, "temperature of these samples; unset is temperature", needs="num_generations_eval above 0", above=0
+    )
 
     @property
     def ks(self) -> list[int]:

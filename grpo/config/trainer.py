@@ -108,6 +108,9 @@ class TrainingSection(Section):
         self.read_json("lr_scheduler_kwargs")
         is_constant = self.lr_scheduler_type.startswith("constant")
         self.check(not (is_constant and self.lr_scheduler_kwargs), lr_scheduler_kwargs="a constant rate takes none")
+        has_warmup = self.warmup_steps not in (0, TrainingSection.warmup_steps)
+        is_ignored = self.lr_scheduler_type == "constant" and has_warmup
+        self.check(not is_ignored, warmup_steps="constant has none: use constant_with_warmup, or leave it out")
         is_updates = self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps)
         self.check(is_updates, warmup_steps="use a whole number of updates, or a share of all below 1")
 
@@ -236,6 +239,10 @@ class TrainerConfig(
             "max_resample": self.max_resample > 0,
             "dataset_order": self.dataset_order == "adaptive",
             "num_draws": self.draws > self.num_generations,
+            "advantage_estimator": estimator in ("passk", "remax"),
+            "multi_objective_aggregation": self.multi_objective_aggregation != "sum_then_normalize",
+            "kl_in_reward": self.kl_in_reward,
+            "soft_punish_cache": self.soft_punish_cache > 0 and not self.reward_funcs,
         }
         for name, is_needed in needs_rewards.items():
             remedy = "it needs rewards, and a teacher alone gives none: leave it out"
