@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,10 @@ class Parts:
 
 def _rounds_of_trl(parts: Parts) -> Settings:
     reason = "prompts_per_step is of one process: multiply it by their number"
+    with suppress(OnlyTheScriptKnows):
+        completions = parts.take("_sequences", 8) * parts.take("_accumulation", 1)
+        if completions % (of_prompt := parts.take("num_generations", 8)):
+            reason = f"prompts_per_step is {completions} / {of_prompt} x the number of processes: write that"
     parts.lose_part("_sequences", 8, reason)
     return _rounds_of_sequences(parts, 8)
 
@@ -203,7 +208,21 @@ def _length(parts: Parts) -> Settings:
     return {"num_train_epochs": parts.take("_epochs", {"trl": 3.0, "verl": 30.0, "easyr1": 15.0}[parts.trainer])}
 
 
+def _clip_of_trl(parts: Parts) -> Settings:
+    """Give cispo TRL's bound, which is epsilon where epsilon_high is not set."""
+    if parts.take("loss_type") != "cispo" or parts.has("epsilon_high"):
+        return {}
+    high = parts.take("epsilon", 0.2)
+    parts.values.pop("epsilon", None)
+    return {"epsilon_high": high, "epsilon": default_of(FIELDS["epsilon"])}
+
+
 def _warmup(parts: Parts) -> Settings:
+    if parts.take("lr_scheduler_type") == "constant":  # which ignores a warm-up there, and is refused with one here
+        for part in ("_warmup_steps", "_warmup_share"):
+            if parts.has(part):
+                parts.lose_part(part, None, "a constant rate has no warm-up there, either")
+        return {"warmup_steps": 0}
     steps = parts.take("_warmup_steps", -1.0)
     if steps >= 1 or (steps == 0 and parts.trainer != "trl"):
         return {"warmup_steps": _in_updates(parts, int(steps))}
@@ -399,8 +418,9 @@ def _rewards(parts: Parts) -> Settings:
 
 
 _LIKE_VERL = (_batch, _rounds, _length, _warmup, _course, _betas, _saves, _evaluations, _lora, _kl, _loss, _data)
+_OF_TRL = (_rounds_of_trl, _clip_of_trl, _length, _warmup, _saves_of_trl, _evaluations_of_trl, _prompts_of_trl)
 JOINS: dict[str, tuple[Callable[[Parts], Settings], ...]] = {
-    "trl": (_rounds_of_trl, _length, _warmup, _saves_of_trl, _evaluations_of_trl, _prompts_of_trl, _rewards),
+    "trl": (*_OF_TRL, _rewards),
     "verl": (*_LIKE_VERL, _advantages, _rewards),
     "easyr1": (*_LIKE_VERL, _rewards),
     "simple_grpo": (_rounds_of_sequences, _length_of_simple_grpo, _rewards),

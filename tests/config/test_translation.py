@@ -616,6 +616,26 @@ def test_a_part_of_a_setting_without_effect_is_listed_and_a_launch_never_sees_it
         assert each in listed
 
 
+def test_trls_batch_that_is_no_whole_number_of_groups_on_a_process_is_told_as_it_is(from_yaml):
+    batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_generations": 8}
+    _, listed = from_yaml("trl", batch)
+    assert "prompts_per_step is 4 / 8 x the number of processes: write that" in listed
+    written, listed = from_yaml("trl", batch | {"per_device_train_batch_size": 4})
+    assert written["prompts_per_step"] == 2 and "is of one process: multiply it by their number" in listed
+
+
+def test_trls_bound_of_cispo_is_epsilon_where_none_is_set(from_yaml):
+    for given, bound in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon": 0.3, "epsilon_high": 4.0}, 4.0)):
+        written, listed = from_yaml("trl", {"loss_type": "cispo", "num_generations": 8} | given)
+        assert written["epsilon_high"] == bound and "epsilon" not in written
+        assert ("epsilon: 0.3 (loss_type cispo has no such clip)" in listed) == ("epsilon_high" in given)
+
+
+def test_a_constant_rate_of_trl_has_no_warm_up(from_yaml):
+    written, listed = from_yaml("trl", {"lr_scheduler_type": "constant", "warmup_steps": 7, "num_generations": 8})
+    assert written["warmup_steps"] == 0 and "warmup_steps: 7 (a constant rate has no warm-up there, either)" in listed
+
+
 def test_a_mistaken_word_is_left_to_the_launch_that_refuses_it(folder, capsys):
     for word, name in {"geo_mean": "actor.policy_loss.loss_mode", "abs": "actor.kl_loss_type"}.items():
         text = f"algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 actor_rollout_ref.{name}={word} "
