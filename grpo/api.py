@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from grpo.config.command_line import to_yaml
 from grpo.config.console import start_program
 from grpo.config.errors import ConfigError, first_here, one_line
 from grpo.config.fields import PROGRAMS
+from grpo.config.sampling_settings import AgentCodeSection
 from grpo.config.trainer import RecordSection, settings_in
 from grpo.run.run_folder import check_unused, is_finished, is_stop_asked, name_by_time, read_records
 
@@ -94,7 +96,7 @@ class SavedRun:
                 settings["dataset_name"] = str(dataset)
             elif dataset is not None:
                 settings |= {"dataset_name": inputs.rows("dataset", "test", dataset), "dataset_test_split": "test"}
-            code = self._asked("reward_funcs", "reward_weights", "tools", "environment")
+            code = self._asked("reward_funcs", "reward_weights")
             if "reward_funcs" in settings:  # weights are for the functions that they were written with
                 code.pop("reward_weights", None)
             _follow(["-m", "grpo.evaluate"], inputs.write({**code, **settings, "output": str(output)}), _alone())
@@ -103,7 +105,7 @@ class SavedRun:
     def chat(self, question: str, **settings: Any) -> str:
         """Return the model's answer to one question. `settings` are options of `grpo chat`. Raises SettingsError."""
         with tempfile.TemporaryDirectory() as folder:
-            config = _Inputs(Path(folder), is_shared=False).write(self._asked("tools", "environment") | settings)
+            config = _Inputs(Path(folder), is_shared=False).write(self._asked() | settings)
             command = [sys.executable, "-m", "grpo.chat", "--config", str(config)]
             lines = " ".join(question.splitlines()) + "\n"  # a line is a question
             streams = {"input": lines, "capture_output": True, "text": True, "errors": "replace"}
@@ -112,10 +114,11 @@ class SavedRun:
             _raise(done.returncode, done.stderr)
         return done.stdout.strip()
 
-    def _asked(self, *code: str) -> dict[str, Any]:
+    def _asked(self, *more: str) -> dict[str, Any]:
         """Return the settings to ask the model with, and the run's own code, which a model's folder may not name."""
         recorded = settings_in(self.folder)
-        own_code = {name: recorded[name] for name in code if recorded.get(name)}
+        code = "tools", "environment", *(field.name for field in fields(AgentCodeSection))
+        own_code = {name: recorded[name] for name in (*code, *more) if recorded.get(name)}
         return {"model_name_or_path": str(self.model_path), **own_code}
 
     def plot(self) -> Image:

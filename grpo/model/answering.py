@@ -16,9 +16,11 @@ from grpo.config.sampling_settings import AnswerSection, DataSection, TurnsSecti
 ANSWERING = "grpo.yaml"  # the file in a model's folder, with the settings of SECTIONS by which it was trained
 SECTIONS = AnswerSection, DataSection, RewardSection, TurnsSection
 
-CODE = "tools", "environment"  # settings that a model's file cannot make: it must not choose code that a program runs
-_NAMES = [field.name for section in SECTIONS for field in fields(section)]
-_TURNS = {field.name for field in fields(TurnsSection)}
+# Settings that a model's file cannot make: it must not choose code that a program runs.
+CODE = "tools", "environment", "agent"
+_OF_AGENT = "agent", "agent_history"
+_NAMES = [*(field.name for section in SECTIONS for field in fields(section)), *_OF_AGENT]
+_TURNS = {*(field.name for field in fields(TurnsSection)), *_OF_AGENT}
 _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat ask as this file says.\n"
 
 
@@ -57,6 +59,8 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
             settings.pop(name, None)
     used = {name: value for name in CODE if (value := settings.pop(name, None))}
     without = given.isdisjoint(CODE)
+    if given.isdisjoint(("agent", "environment")):  # an environment may be an agent
+        settings.pop("agent_history", None)
     settings = {name: settings[name] for name in settings if name in known - given and not (without and name in _TURNS)}
     if used and without and known.issuperset(CODE):
         code = " and ".join(f"{name} {value}" for name, value in used.items())

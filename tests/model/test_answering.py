@@ -151,6 +151,22 @@ def test_a_models_file_names_no_tools_but_tells_of_them(model, tokenizer, tmp_pa
         assert "asked without" not in capsys.readouterr().err
 
 
+def test_a_model_that_an_agent_asked_is_asked_as_then_where_it_is_named_again(model, tokenizer, tmp_path, capsys):
+    (program := tmp_path / "solve.py").write_text("def solve(): ...")
+    (game := tmp_path / "game.py").write_text("class Game: ...")
+    turns = {"max_turns": 3, "agent_history": "rendered", "tool_call_parser": "hermes"}
+    config = TrainerConfig(agent=f"{program}:solve", reward_funcs=["format_reward"], **turns)
+    save_model(model, tokenizer, tmp_path / "model", config)
+    for config_class in (EvaluateConfig, ChatConfig):
+        asked = parsed(config_class, "--model", tmp_path / "model")
+        assert (asked.agent, asked.max_turns) == (None, None)
+        assert f"agent {program}:solve, and is asked without" in capsys.readouterr().err
+        asked = parsed(config_class, "--model", tmp_path / "model", "--agent", f"{program}:solve")
+        assert (asked.max_turns, asked.agent_history, asked.tool_call_parser) == (3, "rendered", "hermes")
+        asked = parsed(config_class, "--model", tmp_path / "model", "--tools", f"{game}:Game")
+        assert (asked.max_turns, asked.agent_history) == (3, "drawn")
+
+
 def test_a_trainer_that_asks_something_else_says_so(saved, caplog):
     warn_of_other_question(TrainerConfig(model_name_or_path=str(saved), **TRAINED))
     assert not caplog.messages

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from servers import wait_until
 from trainer_runs import finish, lines, options, plain_python, start, timeless, training, went_on
 
+import grpo
 from grpo.pool.task_tensors import decode_drawn
 
 pytestmark = pytest.mark.slow
@@ -383,8 +384,9 @@ def test_evaluation_asks_as_the_run_did_and_two_ranks_share_the_episodes(shop, r
     done = run_python("-m", "grpo.evaluate", *words)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((output / "metrics.json").read_text())
+    asked = grpo.SavedRun(run.of("two ranks")).evaluate()
     for name in ("eval_accuracy", "eval_rewards/solve/mean", "eval_completions/mean_length"):
-        assert metrics[name] == evaluated[name]
+        assert metrics[name] == evaluated[name] == asked[name]
 
 
 def test_a_line_of_a_chat_is_an_episode(shop):
