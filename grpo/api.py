@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"step (\d+) of (\d+): (.+)")
 _ERROR = re.compile(r"^[^:]*(?:grpo|ref_server)[^:]*: error: (.+)", re.MULTILINE)  # no line of a compiler's
+_LAST_LINES = 2.0  # seconds in which the lines are read that a program left behind
 _FUNCTIONS_FILE = "given_functions.py"  # imports inside find it: a name that no module of the user's has
 _FUNCTIONS = '''"""The functions that grpo.train was given."""
 
@@ -335,12 +337,13 @@ def _follow(program: list[str], config: Path, environment: Mapping[str, str]) ->
     # Programs of the user's code may print any bytes.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
     process = start_program([*program, "--config", str(config)], environment, **streams)
+    lines = _lines_of(process)
     errors: list[str] = []
     interrupted = False
     with _signals_passed_on(process), closing(_Screen()) as screen:
         while process.returncode is None:
             try:
-                for line in process.stdout:
+                while line := lines.get():
                     if error := _ERROR.search(line):
                         errors.append(error[1].removeprefix(f"{config}: "))
                     else:
@@ -353,6 +356,27 @@ def _follow(program: list[str], config: Path, environment: Mapping[str, str]) ->
         raise KeyboardInterrupt
     if process.returncode:
         _raise(process.returncode, *errors[-1:])
+
+
+def _lines_of(process: subprocess.Popen) -> queue.SimpleQueue[str]:
+    """Return a program's lines as they come, and "" after the last one. What the program leaves in the background may
+    keep its stdout open, and is not waited for."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        with process.stdout as output:
+            for line in output:
+                lines.put(line)
+
+    def end() -> None:
+        process.wait()
+        reader.join(_LAST_LINES)
+        lines.put("")
+
+    reader = threading.Thread(target=read, daemon=True)
+    for thread in (reader, threading.Thread(target=end, daemon=True)):
+        thread.start()
+    return lines
 
 
 def _raise(code: int, message: str = "") -> None:

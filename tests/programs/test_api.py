@@ -149,12 +149,13 @@ def test_rows_that_cannot_be_trained_on_are_refused_before_a_run_begins(tmp_path
 
 @pytest.mark.slow
 def test_each_of_several_partials_and_objects_has_a_name_and_a_users_module_may_have_any(model_folder, tmp_path):
-    """Also with the name that update_wrapper gives them, Open-R1's way."""
+    """Also with the name that update_wrapper gives them, Open-R1's way. A program that stays in the background with the
+    run's stdout is not waited for."""
     (tmp_path / "functions.py").write_text(
         "def of_module(completions, **kwargs):\n    return [5.0 for _ in completions]\n"
     )
     text = """
-import functools, functions
+import functools, functions, subprocess
 
 def scaled(completions, scale, **kwargs):
     return [float(scale) for _ in completions]
@@ -163,6 +164,7 @@ class Judge:
     def __init__(self, reward):
         self.reward = reward
     def __call__(self, completions, **kwargs):
+        print("sleeper", subprocess.Popen(["sleep", "300"], start_new_session=True).pid)
         return [self.reward for _ in completions]
 
 given = [functools.partial(scaled, scale=1), functools.update_wrapper(functools.partial(scaled, scale=2), scaled)]
@@ -178,6 +180,10 @@ if __name__ == "__main__":
     grpo.train(MODEL, train_dataset=rows, reward_funcs=[twice(1), twice(2)], dry_run=True, **small)
 """
     output = ended(script(tmp_path, text.replace("MODEL", repr(str(model_folder)))), 1)
+    sleepers = [int(pid) for pid in re.findall("sleeper ([0-9]+)", output)]
+    for pid in sleepers:
+        os.kill(pid, signal.SIGKILL)  # fails if it is gone
+    assert sleepers
     names = "scaled", "scaled_2", "Judge", "Judge_2", "of_module", "sixfold"
     for number, name in enumerate(names, 1):
         assert f" {name} gives {number}.0 for the gold answer of the first prompt" in output
