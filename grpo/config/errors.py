@@ -99,9 +99,12 @@ def wake_main_thread() -> None:
     threading.Thread(target=wake, name="signals", daemon=True).start()
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def on_stop_signals(handle: Callable[[int, Any], None]) -> None:
     """Handle each SIGINT, SIGTERM and SIGHUP, but for those that this process ignores, as under nohup."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handle)
 

@@ -78,6 +78,7 @@ class Progress:
     masked_steps: int = 0  # the number of updates that did nothing, as every completion was masked
     signals: str = ""  # of the groups so far, for AdaptiveStream
     resampled: int = 0  # the number of groups that were replaced in this round, on all ranks
+    stopped_of: int = 0  # the max_steps of the run that a callback ended after this step; 0: it did not
     most_calls_failed: bool = False  # calls of tools in the last step; rank 0 alone knows it, no checkpoint has it
 
 

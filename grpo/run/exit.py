@@ -30,6 +30,7 @@ import psutil
 from grpo.config.console import end_now, start_logging
 from grpo.config.errors import (
     COMMAND,
+    STOP_SIGNALS,
     ConfigError,
     allow_open_files,
     first_here,
@@ -103,7 +104,8 @@ class StopSignals:
     def _read_signals(self) -> None:
         while True:
             for number in os.read(self._pipe, 64):
-                self._handle(number)
+                if number in STOP_SIGNALS:  # the alarm of a reward function comes here, too
+                    self._handle(number)
 
     def _handle(self, number: int) -> None:
         if number == signal.SIGTERM and self._launcher and _count_children(self._launcher) < ranks_here(1):

@@ -196,6 +196,7 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
     ServersLost and RewardsLost reach every rank after the same step, so all of them save together. Memory ends on one
     rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving. However
     the run ends, its record is closed: a service that is not told of the end says that the run crashed."""
+    have_all_ended = False
     with explain_shortage(partial(_place, run), run.config, run.checkpoints.way_on):
         try:
             yield
@@ -204,6 +205,7 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
             asked = 0 if isinstance(end, EndRun) else max(gather(run.stop.asked))
             code = end.code if isinstance(end, EndRun) else code_of(asked) if asked else 1
             way_on = run.checkpoints.leave(run.engine, run.progress)
+            have_all_ended = True
             raise EndRun(f"{end}; {way_on}", code, getattr(end, "traceback", "")) from end
         except FloatingPointError as error:
             raise EndRun(f"{error}: lower learning_rate; {run.checkpoints.way_on()}") from error
@@ -212,6 +214,8 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
                 run.pool_run.publisher.close()
             if run.recorder:
                 run.recorder.close()
+            if have_all_ended:
+                gather(None)  # the launcher gives rank 0 no long time for its record once another rank is gone
 
 
 def _place(run: Run) -> tuple[str, str]:
@@ -231,7 +235,8 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
         raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: the last {result.fault}")
     asked = max(gather(run.stop.asked))  # also what came in an evaluation, or while something was saved
-    if asked and step < run.config.max_steps:
+    is_last = step == run.config.max_steps or run.progress.stopped_of > 0
+    if asked and not is_last:
         by = "grpo stop" if asked == FOR_GOOD else f"signal {asked}"
         raise EndRun(f"stopped by {by}", code_of(asked))
 

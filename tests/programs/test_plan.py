@@ -80,7 +80,7 @@ def test_slurm_s_job_starts_a_launcher_of_the_same_run_on_each_node(tmp_path):
 FAKE_SLURM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in
-"srun "*) touch "$CALLS.began"; trap 'exit 143' TERM; while true; do sleep 0.1; done ;;
+"srun "*) touch "$CALLS.began"; trap 'exit '$CODE TERM; while true; do sleep 0.1; done ;;
 "squeue "*%T) echo $STATE ;;
 "squeue "*) echo "1.0 trainers" ;;
 "scancel "*) pkill -TERM -P $PPID -f /srun ;;
@@ -90,20 +90,25 @@ esac
 """
 
 
-@pytest.mark.parametrize("state, is_queued", [("RUNNING", True), ("COMPLETING", False)])
-def test_slurm_s_job_queues_itself_after_a_signal_but_not_after_scancel(state, is_queued, tmp_path):
+@pytest.mark.parametrize(
+    "state, code, is_queued", [("RUNNING", 143, True), ("COMPLETING", 143, False), ("RUNNING", 0, False)]
+)
+def test_slurm_s_job_queues_itself_after_a_signal_but_not_after_scancel_or_the_last_step(
+    state, code, is_queued, tmp_path
+):
     config, _ = planned("--on=slurm", f"--output_dir={tmp_path}/run")
     (tmp_path / "job").write_text(slurm.job(config))
     for name in ("srun", "squeue", "scancel", "scontrol"):
         (tmp_path / name).write_text(FAKE_SLURM)
         (tmp_path / name).chmod(0o755)
-    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "STATE": state}
+    variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}
+    variables |= {"STATE": state, "CODE": str(code)}
     variables |= {"SLURM_JOB_NODELIST": "n", "CALLS": f"{tmp_path}/calls", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     job = subprocess.Popen(["bash", tmp_path / "job"], env=variables, start_new_session=True)
     wait_until((tmp_path / "calls.began").exists, 20, job)
     # SLURM signals all processes of a cancelled job, and of another one the script alone.
-    os.kill(job.pid, signal.SIGTERM) if is_queued else os.killpg(job.pid, signal.SIGTERM)
-    assert job.wait(20) == 143
+    os.kill(job.pid, signal.SIGTERM) if state == "RUNNING" else os.killpg(job.pid, signal.SIGTERM)
+    assert job.wait(20) == code
     assert ("scontrol requeue 1" in (tmp_path / "calls").read_text()) == is_queued
     assert not list(tmp_path.glob("run-launch-*"))
 

@@ -96,6 +96,15 @@ def test_a_second_signal_ends_at_once(number, pause):
         assert process.wait(timeout=20) == 128 + number
 
 
+def test_the_alarm_of_a_reward_function_asks_nothing():
+    handler = "import signal\nsignal.signal(signal.SIGALRM, lambda *_: None)\n"
+    with worker(f"{handler}signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)\n{WORK}") as process:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "asked\n" and next_line(process) == f"{signal.SIGINT}\n"
+        assert process.poll() is None
+
+
 def test_a_closed_terminal_asks_once_unless_nohup_has_it_ignored():
     with worker() as process:
         for _ in range(2):
@@ -148,7 +157,7 @@ def test_all_ranks_end_alike_whichever_of_them_were_asked(by_rank, code, told, m
     """After a step, and where what they wait for is lost."""
     monkeypatch.setattr(record, "gather", lambda _: by_rank)
     for asked in by_rank:
-        run = Mock(stop=Mock(asked=asked), progress=Mock(bad_steps=[]), config=Mock(max_steps=9))
+        run = Mock(stop=Mock(asked=asked), progress=Mock(bad_steps=[], stopped_of=0), config=Mock(max_steps=9))
         with pytest.raises(EndRun) as end, record.saved_at_the_end(run):
             raise ServersLost("the reference is away")
         assert end.value.code == code and run.checkpoints.leave.call_count == 1
