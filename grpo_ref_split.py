@@ -81,7 +81,12 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
     config, progress = run.config, run.progress
-    evaluated = record.evaluate_policy(run, 0) if progress.step == 0 and run.evaluation_is_due(0) else {}
+    if progress.stopped_of >= config.max_steps:
+        return
+    if run.reference_is_due(progress.step) and progress.ref_step < progress.step:  # it was the run's last step
+        progress.ref_step = progress.step
+        run.publisher.publish(progress.step, needed=run.checkpoints.references())
+    evaluated = record.evaluate_if_owed(run)
     for step in (bar := record.progress_bar(run)):
         clock, applied, lost = run.ranks.watchdog.begin(step), rates(run), []
         # Sample, reward while the reference is at work, and compare within each group.
@@ -110,6 +115,7 @@ def optimize(run: Run) -> None:
                 result.metrics.update(evaluated)
         record.record_step(run, bar, step, batch, result, evaluated=evaluated)
         asked = record.call_back(run, step, batch, result)
+        progress.stopped_of = config.max_steps if asked == "stop" else 0
         if asked == "save" or (config.save_steps and step % config.save_steps == 0):
             run.checkpoints.save(run.engine, progress)
         record.raise_if_over(run, step, result, lost)

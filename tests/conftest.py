@@ -348,7 +348,9 @@ def letters(tmp_path_factory) -> list[str]:
     """A third reward function that even the text of random weights earns something from, so that weights move."""
     path = tmp_path_factory.mktemp("rewards") / "own.py"
     path.write_text(
-        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
+        "def letters(prompts, completions, log_metric, **columns):\n"
+        "    for text in completions:\n        log_metric('characters', len(text))\n"
+        "    return [len(text) / 100 for text in completions]\n"
     )
     return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
 

@@ -23,7 +23,7 @@ from grpo.data.records import Example, Outcome, Rollout
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.drawer import Drawer
 from grpo.sampling.generate import policy_that_draws
-from grpo.sampling.sampler import Groups, Order
+from grpo.sampling.sampler import EVALUATION_SEED, Groups, Order
 from grpo.usercode.prints import PRINTS
 from grpo.wire.agent_runs import RunAgent
 from grpo.wire.health import fingerprint
@@ -172,7 +172,9 @@ class AgentSampler(ContinuousSampler):
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
         agent = self._turns
-        journal = None if order.names is None else agent.journal
+        # Those of an evaluation are drawn anew: the same names are other problems' once its settings change.
+        is_trained_on = order.names is not None and order.names[0][0] < EVALUATION_SEED
+        journal = agent.journal if is_trained_on else None
         if journal is not None:
             journal.begin(self._policy_version, functools.partial(sum_weights, self._model))
         with policy_that_draws(self._model):

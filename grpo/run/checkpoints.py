@@ -71,6 +71,7 @@ class Progress:
     evaluated: dict[str, float] = field(default_factory=dict)  # the metrics of the last step's evaluation, or empty
     round: int = -1  # the round that `batches` belong to; -1 before the first is drawn
     batches: list[StepBatch] = field(default_factory=list)  # this rank's batch of each step of the round
+    logged: dict[str, list[float]] = field(default_factory=dict)  # what no step has recorded yet, see Rounds
     reference: str = ""  # the fingerprint of the model that the reference servers began with; empty without servers
     ref_step: int = 0  # the last step after which the policy became part of the reference; 0: never
     bad_steps: list[int] = field(default_factory=list)  # the last steps in a row that taught the policy nothing
@@ -82,7 +83,7 @@ class Progress:
     most_calls_failed: bool = False  # calls of tools in the last step; rank 0 alone knows it, no checkpoint has it
 
 
-SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batches", "most_calls_failed")]
+SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batches", "logged", "most_calls_failed")]
 """the fields that all ranks share, and that a checkpoint's progress.json holds"""
 
 
@@ -197,7 +198,8 @@ class Checkpoints:
     def _save_rank(self, unfinished: Path, progress: Progress, sums: Sums) -> None:
         with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
             is_trained_on = progress.round != progress.step // self.config.updates_per_round
-            pickle.dump({"random": random_states(), "batches": [] if is_trained_on else progress.batches}, file)
+            batches = [] if is_trained_on else progress.batches
+            pickle.dump({"random": random_states(), "batches": batches, "logged": progress.logged}, file)
         # Each rank sums the files that it wrote: its machine still has them in memory.
         names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
         sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self.rank]))
@@ -208,7 +210,10 @@ class Checkpoints:
             with trained_alone(engine.module) if frozen else nullcontext():
                 engine.save_checkpoint(str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=frozen)
         except Exception:
-            torch.distributed.barrier()  # save_checkpoint ends with one, in which the other ranks wait
+            # save_checkpoint ends with these, in which the other ranks wait.
+            if hasattr(engine.optimizer, "checkpoint_event_epilogue"):  # of ZeRO-3
+                engine.optimizer.checkpoint_event_epilogue()
+            torch.distributed.barrier()
             raise
 
     def leave(self, engine, progress: Progress) -> str:
@@ -265,15 +270,20 @@ class Checkpoints:
                     f"as the checkpoint has; or start it with {saved_ranks}"
                 )
         needed = [self.rank] if saved_ranks == ranks else range(saved_ranks)
-        states = {}
+        states: dict[int, dict[str, Any]] = {}
         for rank in needed:
             with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
                 states[rank] = pickle.load(file)
         if self.rank in states:
             set_random_states(states[self.rank]["random"])
-        by_rank = [state["batches"] for state in states.values()]
-        batches = by_rank[0] if saved_ranks == ranks else share_anew(by_rank, self.rank, ranks)
-        return Progress(batches=batches, **{name: saved[name] for name in SHARED if name in saved})
+        by_rank = [*states.values()]
+        drawn = [state["batches"] for state in by_rank]
+        batches = drawn[0] if saved_ranks == ranks else share_anew(drawn, self.rank, ranks)
+        logged: dict[str, list[float]] = {}
+        for state in by_rank if saved_ranks == ranks else by_rank[self.rank :: ranks]:
+            for name, values in state.get("logged", {}).items():  # an earlier version kept none
+                logged.setdefault(name, []).extend(values)
+        return Progress(batches=batches, logged=logged, **{name: saved[name] for name in SHARED if name in saved})
 
     def references(self) -> set[int]:
         """Return the steps after which the policy became a reference that a checkpoint needs; {0} without one."""

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import platform
@@ -192,6 +193,15 @@ class Recorder:
                 "start the run again, or begin a new one"
             )
         self._metrics.write(to_json({"step": step, **values}))
+        for tracker in self._trackers:
+            tracker.metrics(step, values)
+
+    def complete(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values to the last line, which is this step's."""
+        with open(self._metrics.name, "rb+") as file:
+            *before, last = file.read().splitlines(keepends=True)
+            file.seek(sum(map(len, before)))
+            file.write(to_json({**json.loads(last), **values}).encode())
         for tracker in self._trackers:
             tracker.metrics(step, values)
 

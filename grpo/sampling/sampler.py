@@ -9,6 +9,7 @@ from grpo.data.records import Example, Rollout
 OnGroups = Callable[[dict[int, list[Rollout]]], None]
 """takes the completions of groups that have ended, by the index of their example"""
 Name = tuple[int, int, int]  # seed, group, number in the group: a completion's random numbers follow from them
+EVALUATION_SEED = 1 << 63  # of evaluations, added to the run's: no seed of groups that are trained on
 
 
 @dataclass(frozen=True, kw_only=True)

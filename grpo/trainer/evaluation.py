@@ -17,11 +17,9 @@ from grpo.data.records import Example, Rollout, rewards_by_name
 from grpo.rewards.functions import TrainerState
 from grpo.run.collective import gather
 from grpo.run.metrics import Stats
-from grpo.sampling.sampler import Sampler
+from grpo.sampling.sampler import EVALUATION_SEED, Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together, full_rewards, reward_names, verdicts
 from grpo.wire.picture_files import pictures_of
-
-EVALUATION_SEED = 1 << 63  # no seed of training's groups
 
 
 def evaluate(

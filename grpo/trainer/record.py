@@ -80,6 +80,19 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
     return metrics
 
 
+def evaluate_if_owed(run: Run) -> dict[str, float]:
+    """Return the last step's evaluation, made now if the run begins, or if a reward failed in it and ended the run."""
+    step, evaluated = run.progress.step, run.progress.evaluated
+    if evaluated or not run.evaluation_is_due(step):
+        return evaluated
+    evaluated = evaluate_policy(run, step)
+    if step > 0:
+        run.progress.evaluated = evaluated
+        if run.recorder:
+            run.recorder.complete(step, evaluated)
+    return evaluated
+
+
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
     """Return the numbers of an evaluation in a line: accuracy if a reward function is a verdict, else rewards."""
     kind, others = ("accuracy", ()) if "eval_accuracy" in metrics else ("reward", ("eval_rewards/",))

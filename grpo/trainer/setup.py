@@ -36,7 +36,7 @@ from grpo.trainer.publish_reference import WeightPublisher, has_begun
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 from grpo.trainer.servers import Servers, stopped_together
-from grpo.wire.health import ModelInfo
+from grpo.wire.health import ModelInfo, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,8 @@ def _checkpoints(
         processor=inputs.processor,
     )
     if description.config.agent is not None:
-        inputs.turns.keep_journal(folder, ranks.rank, identity=checkpoints.identity, oldest=checkpoints.oldest)
+        identity = fingerprint(checkpoints.identity, description.fields["columns"])  # programs have the columns
+        inputs.turns.keep_journal(folder, ranks.rank, identity=identity, oldest=checkpoints.oldest)
     return checkpoints
 
 
@@ -202,11 +203,17 @@ def _begin(
     belongs to it; `reference` is the one that the servers have."""
     config = checkpoints.config
     if checkpoint is None:
-        progress = Progress(beta=config.beta, entropy_coef=config.entropy_coef, reference=checkpoints.reference)
+        progress = Progress(
+            beta=config.beta,
+            entropy_coef=config.entropy_coef,
+            reference=checkpoints.reference,
+            logged=rounds.logged,
+        )
         if publisher is not None:
             publisher.begin(reference)
     else:
         progress = checkpoints.load(checkpoint, engine)
+        rounds.logged = progress.logged
         rounds.stream.signals = progress.signals
         if publisher is not None:
             publisher.resume(progress.ref_step, progress.reference)

@@ -105,8 +105,9 @@ def run(shop, tmp_path_factory):
 def test_a_program_is_trained_with_its_branches_and_failures_are_counted(shop, run, tmp_path):
     with running_server(shop / "model", tmp_path, "--deterministic", "true") as server:
         changes = {"beta": 0.1, "ref_servers": server.url, "steps_per_generation": 3, "dataset_order": "shuffled"}
-        changes |= {"agent": f"{shop}/agent.py:advised", "agent_may_sample": "true"}
+        changes |= {"agent": f"{shop}/agent.py:advised", "agent_may_sample": "true", "num_generations_eval": 1}
         output = finish(1, run("trained", **changes))
+    assert journal_of(run.of("trained"), 3) == ({}, {})  # what an evaluation draws is in none
     first, *rows = timeless(run.of("trained"))
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:

@@ -318,6 +318,17 @@ def test_killed_in_the_middle_of_all_that_is_written(resumable, undisturbed, tmp
     check_same(run, expected)
 
 
+@pytest.mark.rare
+def test_what_was_the_last_step_makes_its_reference_once_there_are_more(setting, resumable, undisturbed, tmp_path):
+    kind, run = "reference updates", tmp_path / "run"
+    with resumable(kind, max_steps=8) as (words, _):
+        finish(1, words)
+        finish(1, [*words, f"--max_steps={STEPS}"])
+    expected = timeless(undisturbed(1, kind))
+    for row, other in zip(timeless(run)[9:], expected[9:], strict=True):
+        assert row["ref_step"] == 8 and row == other
+
+
 @pytest.mark.slow
 def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_done(setting, resumable, tmp_path):
     changes = {"ref_update_steps": 2, "max_steps": 4, "save_steps": 0, "eval_steps": 0}

@@ -178,6 +178,10 @@ def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder
         assert ended.stdout.count("Traceback") == 1 and 'raise KeyError("a mistake")' in ended.stdout
         assert (run / f"checkpoint-{done}").is_dir()
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    file.write_text(FAILS.replace("FAILING", "None"))
+    finish(1, words)
+    rows = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 4] and "loss" in rows[-1] and len(rows) == 5
 
 
 @pytest.mark.slow
