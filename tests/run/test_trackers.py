@@ -100,7 +100,18 @@ def mlflow(client):
     module.search_runs, module.start_run = search_runs, start_run
     module.log_params = lambda params: calls.append(("params", params))
     module.log_metrics = lambda values, step, synchronous: calls.append(("metrics", step, values, synchronous))
-    module.log_table = lambda data, artifact_file: calls.append(("table", artifact_file, data))
+    tables: list[tuple[int, str]] = []  # each one's run and file
+
+    def log_table(data, artifact_file):
+        calls.append(("table", artifact_file, data))
+        run = [call[1] for call in calls if call[0] == "run"][-1]
+        tables.append((run, artifact_file))
+
+    def list_artifacts(run_id, path):
+        return [SimpleNamespace(path=file) for run, file in tables if run == run_id and file.startswith(f"{path}/")]
+
+    module.tables, module.log_table = tables, log_table
+    module.MlflowClient = lambda: SimpleNamespace(list_artifacts=list_artifacts)
     module.end_run = lambda: calls.append(("end",))
     return module
 
@@ -119,6 +130,8 @@ def test_mlflow_continues_the_run_that_has_the_id_as_its_tag(mlflow, tmp_path, m
     name = tmp_path.name
     assert [call for call in mlflow.calls if call[0] == "run"] == [("run", number, name) for number in (0, 0, 1)]
     assert [call for call in mlflow.calls if call[0] == "params"] == [("params", asdict(config))] * 2
+    files = [f"completions/{name}.json" for name in ("train-000051", "eval-000052")]
+    assert mlflow.tables == [(run, file) for run in (0, 1) for file in files]  # one that is there would be appended to
     columns = {"prompt": ["2+2?"], "completion": ["4"], "reward": [1.0]}
     train = {name: values * 2 for name, values in columns.items()} | {"note": [None, "n"]}
     assert mlflow.calls[0] == ("experiment", "mine")
