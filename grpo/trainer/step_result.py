@@ -49,7 +49,6 @@ def step_result(
     for of_rank, numbers_of_rank in by_rank:
         add_stats(of_updates, of_rank)
         add_stats(others, numbers_of_rank)
-    clashes = [f"the loss returns {name!r}" for name in sorted(of_updates.keys() & others.keys())]
     everyone = of_updates | others
     masked = "loss" not in everyone
     is_applied = masked or run.engine.was_step_applied()
@@ -65,8 +64,11 @@ def step_result(
     is_flat = rewarded and everyone["frac_reward_zero_std"].mean == 1 and not run.config.teacher_servers
     progress.flat_steps = progress.flat_steps + 1 if is_flat else 0
     progress.bad_steps = [*progress.bad_steps, step] if fault else []
-    metrics = _metrics(run, everyone, applied=applied, masked=masked)
-    metrics |= _adapt(run, everyone, learns)
+    own = _metrics(run, everyone, applied=applied, masked=masked) | _adapt(run, everyone, learns)
+    taken = {*others, *own, "step"}
+    clashing = [name for name in sorted(of_updates) if name in taken or name.startswith("eval_")]
+    clashes = [f"the loss returns {name!r}" for name in clashing]
+    metrics = {"loss": 0.0, **step_metrics(everyone), **own}
     for name, numbers in _with_prefix(everyone, _LOGGED):
         if name in metrics or name == "step" or name.startswith("eval_"):
             clashes.append(f"log_metric: a reward function logs {name!r}")
@@ -165,10 +167,9 @@ def _by_source(batch: StepBatch, by_name: Mapping[str, Any]) -> dict[str, Any]:
 def _metrics(
     run: Run, everyone: Mapping[str, Stats], *, applied: Mapping[str, float], masked: bool
 ) -> dict[str, float]:
+    """Return the step's numbers that are no statistics of ranks."""
     config, progress = run.config, run.progress
     return {
-        "loss": 0.0,
-        **step_metrics(everyone),
         **failure_frequency(everyone),
         "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
         **applied,
@@ -229,7 +230,7 @@ def _stats_of_episodes(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
     parts = defaultdict(list)
     for episode in episodes:
         for name, value in episode.outcome.parts.items():
-            parts[f"agent/parts/{name}"].append(value)
+            parts[f"agent/parts/{name}:mean"].append(value)  # whose own name may have a colon
     return {
         "agent/branches": [len(episode.branches) for episode in episodes],
         "agent/failure_frequency": [bool(episode.outcome.failure) for episode in episodes],
