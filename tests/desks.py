@@ -37,6 +37,7 @@ class Desk:
                 context=self.context,
                 turns=turns,
                 temperature=self.temperature,
+                drawn_at=self.temperature,
                 may_sample=may_sample,
             ),
             version=5,

@@ -33,6 +33,7 @@ class EpisodeLimits:
     context: int  # tokens of a request with its segment
     turns: int  # segments
     temperature: float  # the run's
+    drawn_at: float  # the temperature of all that is drawn: an evaluation's is another, and 1 is greedy's
     may_sample: bool = False  # whether a request may have another, as the setting agent_may_sample says
 
 
@@ -87,7 +88,7 @@ class ChatExchange:
         self._pieces: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         """for a stream: which segment has which text by now; None: one has ended"""
         self._is_streamed = False
-        scale = _find_scale(wanted, session.limits)
+        scale = find_scale(wanted, session.limits)
         with session.lock:  # as whole as its end, which cancels the segments
             if session.is_over:
                 raise Refused("the episode is over", code="episode_over")
@@ -107,6 +108,7 @@ class ChatExchange:
         limits, length = self._session.limits, len(self._prompt_ids)
         room = min(self._wanted.max_tokens or limits.longest, limits.longest, limits.context - length)
         if room < 1:
+            self._session.episode.withdraw(self.nodes)
             message = f"messages: they have {length} tokens, and with an answer may have {limits.context}: send fewer"
             raise self._session.refuse(message, code="context_length_exceeded", param="messages")
         return room
@@ -236,7 +238,7 @@ class ChatExchange:
             yield {**head, "choices": [], "usage": whole["usage"]}
 
 
-def _find_scale(wanted: ChatRequest, limits: EpisodeLimits) -> float:
+def find_scale(wanted: ChatRequest, limits: EpisodeLimits) -> float:
     """Return the segment's scale. Raises Refused for sampling settings that are not allowed: the loss scores tokens as
     the run draws them."""
     if wanted.top_p not in (None, 1):
@@ -249,4 +251,4 @@ def _find_scale(wanted: ChatRequest, limits: EpisodeLimits) -> float:
         raise Refused(f"temperature: {theirs:g}: {remedy}", param="temperature")
     if not 0 <= theirs <= _HOTTEST:
         raise Refused(f"temperature: {theirs:g}: send a number from 0 to {_HOTTEST}", param="temperature")
-    return min(ours / theirs, _SHARPEST) if theirs else _SHARPEST
+    return min(limits.drawn_at / theirs, _SHARPEST) if theirs else _SHARPEST

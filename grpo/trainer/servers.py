@@ -78,9 +78,10 @@ def check_teachers(config: TrainerConfig, examples: Sequence[Example]) -> None:
     for source in config.teachers.keys() - sources - {""}:
         known = ", ".join(sorted(sources - {""})) or "one dataset, without a label"
         config.refuse("teacher_servers", f"no prompt is of {source!r}; the sources are {known}")
-    asked = config.num_generations * config.max_completion_length * config.teacher_top_k
+    longest = config.longest_sequence if config.agent else config.max_completion_length  # an agent's branch is longer
+    asked = config.num_generations * longest * config.teacher_top_k
     if asked > MOST_LIKELIEST:
-        most = MOST_LIKELIEST // (config.num_generations * config.max_completion_length)
+        most = MOST_LIKELIEST // (config.num_generations * longest)
         reason = f"a group's completions would have {asked} likeliest tokens, above {MOST_LIKELIEST}"
         config.refuse("distillation_top_k", f"{reason}: use {most} or less")
 

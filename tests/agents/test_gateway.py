@@ -6,6 +6,9 @@ import json
 import threading
 import time
 import types
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from urllib.parse import urlsplit
 
 import bottle
 import openai
@@ -17,8 +20,11 @@ from models import packed
 from requested import begun
 from rounding import assert_rounded
 
-from grpo.agents.exchange import RunningEpisode
+from grpo.agents.exchange import EpisodeLimits, RunningEpisode, find_scale
+from grpo.agents.gateway import Gateway
 from grpo.agents.journal import RunJournal
+from grpo.agents.requests import read_request
+from grpo.agents.tree import Episode
 from grpo.sampling.draw import draw, in_blocks
 
 CONTEXT, LONGEST, TEMPERATURE = 400, 24, 0.9
@@ -224,6 +230,9 @@ def test_a_request_may_have_another_temperature_where_the_run_allows_it(desk):
         with pytest.raises(openai.BadRequestError) as raised:
             ask(**{name: value})
         assert raised.value.param == name
+    evaluated = replace(session.limits, temperature=1.0, drawn_at=0.5)  # by eval_temperature
+    body = json.dumps({"messages": QUESTION, "temperature": 0.2}).encode()
+    assert find_scale(read_request(body), evaluated) == 2.5
     greedy, *_ = nodes = session.episode.nodes
     assert [node.is_trained for node in nodes] == [False, False, False, True, True]
     with torch.no_grad():
@@ -296,6 +305,29 @@ def test_what_an_ended_episode_waits_for_is_not_drawn(desk):
             asked.result()
     assert session.episode.branches() == []
     assert desk.waits.count(True) == desk.waits.count(False)
+
+
+def test_no_programs_clock_runs_while_its_request_waits_for_another_programs(desk):
+    gateway, waits, count = Gateway(episodes=150, segments=1), [], 150
+    drawer = types.SimpleNamespace(submit=lambda segment: None)  # whose rows are all in use
+    temperatures = {"temperature": TEMPERATURE, "drawn_at": TEMPERATURE}
+    limits = EpisodeLimits(longest=LONGEST, context=CONTEXT, turns=1, **temperatures)
+    keys = []
+    for number in range(count):
+        session = RunningEpisode(
+            episode=Episode(desk.formats, (7, 3, number)), drawer=drawer, limits=limits, version=0, on_wait=waits.append
+        )
+        keys.append(gateway.open(session))
+    body = json.dumps({"model": "policy", "messages": QUESTION}).encode()
+    with ExitStack() as connections:
+        for key in keys:
+            connection = connections.enter_context(closing(http.client.HTTPConnection(urlsplit(gateway.url).netloc)))
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, headers)
+        wait_until(lambda: waits.count(True) == count, 60)
+        for key in keys:
+            gateway.close(key)
+    gateway.shut_down()
 
 
 def test_what_was_drawn_before_a_kill_is_answered_again_and_only_the_rest_is_drawn(desk, tmp_path):

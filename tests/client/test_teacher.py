@@ -104,3 +104,7 @@ def test_a_teacher_needs_prompts_and_an_answer_that_may_be_so_large():
     large = TrainerConfig(teacher_servers=[URL], distillation_loss="jsd", **large)
     with pytest.raises(ConfigError, match="33554432 likeliest tokens, above 16777216: use 32 or less"):
         check_teachers(large, examples)
+    branches = {"num_generations": 16, "max_prompt_length": 18432, "max_completion_length": 2048}
+    agent = TrainerConfig(teacher_servers=[URL], distillation_loss="jsd", agent="command: true", **branches)
+    with pytest.raises(ConfigError, match="use 51 or less"):
+        check_teachers(agent, examples)
