@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, Version
 from grpo.pool.store import Store
+from grpo.wire.agent_runs import RunAgent
 from grpo.wire.tensors import FilePart
 from grpo.wire.tool_outcomes import Outcome, RunTools
 
@@ -40,6 +41,19 @@ TURNS = RunTools(
     chat_template_kwargs=None,
 )
 WITH_TURNS = replace(RUN, turns=TURNS)
+
+AGENT = RunAgent(
+    name="solve",
+    program=["0123456789abcdef"],
+    context=12,
+    max_turns=3,
+    agent_history="drawn",
+    agent_failure_reward=None,
+    agent_may_sample=False,
+    tool_call_parser="auto",
+    chat_template_kwargs=None,
+    rewards=["solve", "passed"],
+)
 
 
 def damage(error):

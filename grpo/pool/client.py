@@ -70,7 +70,8 @@ class PoolClient:
             try:
                 run = RunInfo.of_json(response.content)
             except wire.ProtocolError as error:
-                raise self._no_pool(f"{error}, or it is a pool of another release than this program's") from error
+                reason = f"{error}, or it is a pool of another release than this program's"
+                raise _no_pool(response.url.removesuffix(wire.RUN_PATH), reason) from error
         self._vocab_size = run.vocab_size
         return run
 
@@ -106,8 +107,14 @@ class PoolClient:
     def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
         """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted". `weights`: number
         and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's."""
-        body = self._ask(wire.RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
-        return sessions.decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
+        body = encode_drawn(drawn, weights)
+        if len(body) > wire.BODY_BYTES:
+            groups = ", ".join(str(each.group) for each in drawn)
+            sizes = f"{len(body) / 2**20:.0f} MiB, and a pool takes {wire.BODY_BYTES >> 20} at a time"
+            remedy = "give the run fewer num_generations, or shorter completions or episodes"
+            raise ServerError(f"the completions of group {groups} have {sizes}: {remedy}")
+        answer = self._ask(wire.RESULTS_PATH, body, {"worker": worker})
+        return sessions.decoded(answer, lambda body: [str(result) for result in json.loads(body)["results"]])
 
     def add_to_journal(self, worker: str, key: tuple[int, int], weights: str, lines: bytes) -> None:
         """Let the pool keep lines of a task's journal, drawn by these weights."""
@@ -208,19 +215,20 @@ class PoolClient:
         if code == "no_file":
             raise FileFailure(f"said {status}: {message}")
         if status == 401:
-            raise sessions.token_refused(self.url, self._token, "pool, trainer and workers")
+            raise sessions.token_refused(url, self._token, "pool, trainer and workers")
         if status == 404:
-            raise self._no_pool(message)
+            raise _no_pool(url, message)
         error_type = ResultRefused if status == 422 else ServerError
-        raise error_type(f"{self.url} refused a request with {status}: {message}")
+        raise error_type(f"{url} refused a request with {status}: {message}")
 
     def _leave(self, url: str) -> None:
         """Ask the next pool from now on, unless another thread has left this one."""
         if self.url == url:
             self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
 
-    def _no_pool(self, reason: object) -> ServerError:
-        return ServerError(f"{self.url} is no pool of rollouts ({reason}): set pool to a server of the task rollouts")
+
+def _no_pool(url: str, reason: str) -> ServerError:
+    return ServerError(f"{url} is no pool of rollouts ({reason}): set pool to a server of the task rollouts")
 
 
 def _journal_query(key: tuple[int, int], weights: str) -> dict[str, str]:
@@ -249,12 +257,13 @@ class Retrier:
         thread, failures, stuck_since = threading.get_ident(), 0, 0.0
         try:
             while not self._stop.is_set():
+                url = self._client.url  # of several pools the one that is asked; after a failure it is the next
                 try:
                     answer = send()
                     with self._lock:
                         # Others may still wait: a pool with a full disk renews leases, and takes no completions.
                         if self._waiting == {thread}:
-                            log.info("%s answers again", self._client.url)
+                            log.info("%s answers again", url)
                     return answer
                 except FileFailure:
                     raise
@@ -265,13 +274,13 @@ class Retrier:
                     elif moved_at > stuck_since:
                         failures, stuck_since = 0, moved_at
                     if now - stuck_since > self._deadline:
-                        reason = f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure})"
+                        reason = f"no answer from {url} for {self._deadline:.0f} s (it {failure})"
                         remedy = "see its log; pool_deadline sets how long to wait"
                         raise ServersUnavailable(f"{reason}: {remedy}") from failure
                     if failures:  # not the first: the pool may just have closed a connection that was idle
                         with self._lock:
                             if not self._waiting:
-                                log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
+                                log.warning("%s %s; asking again for %.0f s", url, failure, self._deadline)
                             self._waiting.add(thread)
                     self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
                     failures += 1

@@ -10,7 +10,6 @@ from grpo.pool.files import PIECE_BYTES
 from grpo.pool.pool_service import PoolService
 from grpo.pool.protocol import Lease, RunInfo, Version, drifts_of, keys_of
 from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
-from grpo.server.http import BODY_BYTES
 from grpo.wire import refusals as wire
 from grpo.wire.json_fields import LARGEST_ID, check_amount, check_hex, read_json
 from grpo.wire.refusals import ProtocolError, malformed
@@ -76,10 +75,10 @@ def _add_posts(app: App, service: PoolService) -> None:
     on_post(wire.VERSIONS_PATH, lambda body: service.add_version(Version.of_fields(read_json(body))))
     on_post(wire.DRIFT_PATH, lambda body: service.note_drift(drifts_of(read_json(body).get("groups"))))
     on_post(wire.NEEDED_PATH, lambda _: service.store.drop_versions_below(_number_of_query("version")))
-    on_post(wire.TASKS_PATH, lambda body: {"tasks": service.put_tasks(body)}, BODY_BYTES)
-    on_post(wire.FILES_PATH, add_piece, BODY_BYTES)
-    on_post(wire.RESULTS_PATH, add_results, BODY_BYTES)
-    on_post(wire.JOURNAL_PATH, add_to_journal, BODY_BYTES)
+    on_post(wire.TASKS_PATH, lambda body: {"tasks": service.put_tasks(body)}, wire.BODY_BYTES)
+    on_post(wire.FILES_PATH, add_piece, wire.BODY_BYTES)
+    on_post(wire.RESULTS_PATH, add_results, wire.BODY_BYTES)
+    on_post(wire.JOURNAL_PATH, add_to_journal, wire.BODY_BYTES)
 
 
 def _add_long_polls(app: App, service: PoolService) -> None:

@@ -69,28 +69,37 @@ class Store:
         self.files.close()
 
     def known_run(self) -> RunInfo | None:
-        """Return the run, None before the trainer has put one."""
-        if self._run is None and (rows := self.database.checked_rows("the run", _RUN)):
-            self._run = RunInfo.of_json(rows[0][1])
-        return self._run
+        """Return the run as it was read last, also while the database is away; None before the trainer has put one."""
+        return self._run or self._read_run()
 
     def run(self) -> RunInfo:
-        """Return the run. Raises ProtocolError, 404, before the trainer has put one."""
-        if (run := self.known_run()) is None:
+        """Return the run as its trainer, or another pool's, put it last. Raises ProtocolError, 404, before that."""
+        if (run := self._read_run()) is None:
             raise ProtocolError(404, "no_run", "no trainer has told the pool its run yet", retry_after=2)
         return run
 
+    def _read_run(self) -> RunInfo | None:
+        if rows := self.database.checked_rows("the run", _RUN):
+            self._run = RunInfo.of_json(rows[0][1])
+        return self._run
+
     def set_run(self, info: RunInfo) -> None:
-        """Keep the run; the first one stays. Raises ProtocolError, 409, for another one, also in a folder that was
-        given."""
+        """Keep the run; a resumed one's facts replace those before: its agent's file may have been edited. Raises
+        ProtocolError, 409, for another run, also in a folder that was given."""
         with self.files.locked(), self.database.transaction():
             same = "run", "base_weights", "turns"
-            if (known := self.known_run()) and any(getattr(known, name) != getattr(info, name) for name in same):
+            known = self._read_run()
+            if known and any(getattr(known, name) != getattr(info, name) for name in same):
                 raise ProtocolError(409, "other_run", f"the pool is of run {known.name}: {_ANOTHER}")
             if self._has_given_folder:
                 self.files.claim(info.run, info.name)
-            if known is None:
+            if known:
+                info = replace(info, model_files=known.model_files)  # which workers may be fetching
+                if known.agent != info.agent:
+                    self.database.sql("DELETE FROM journal")  # another program had these answers, and gave the rewards
+            if known != info:
                 self.database.store("run", number=1, info=info.to_json())
+                self._run = None  # to be read again, also if this is not stored after all
 
     def add_version(self, version: Version) -> None:
         """Keep a version. Raises ProtocolError, 409, if a file is missing. If the pool has, or had, this number with

@@ -30,13 +30,12 @@ from waitress.server import TcpWSGIServer
 from grpo.config.console import listen
 from grpo.config.errors import allow_open_files
 from grpo.config.server import ServerConfig
-from grpo.wire.refusals import ProtocolError, answer_headers
+from grpo.wire.refusals import BODY_BYTES, ProtocolError, answer_headers
 
 log = logging.getLogger(__name__)
 
 THREADS = 128  # each waits for the model on behalf of one request
 HEADER_BYTES = 16 << 10  # a request line with all headers; those of a trainer are below 1 KiB
-BODY_BYTES = 64 << 20  # the 2,000,000 tokens that a request may have take 8 MB; a piece of weights has 16 MiB
 HEADER_SECONDS = 10.0  # headers fit into a few packets, so that only a stalled client takes longer
 _IDLE_SECONDS = 120  # then a connection without a request, or whose client does not read its answer, is closed
 _LARGEST_BODIES = 16  # all bodies together may have this many times BODY_BYTES

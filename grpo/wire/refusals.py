@@ -26,6 +26,7 @@ STATUS_PATH = "/status"
 PAGE_PATH = "/"
 CONTENT_TYPE = "application/octet-stream"
 CONTENT_TYPES = {"logprobs": CONTENT_TYPE, "reward": "application/json"}
+BODY_BYTES = 64 << 20  # the 2,000,000 tokens that a request may have take 8 MB; a piece of weights has 16 MiB
 
 _LONGEST_NAME = 128  # most characters of request_id and client
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON may have, and no text in UTF-8

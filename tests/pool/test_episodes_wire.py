@@ -7,27 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
-from stored import run_info, task_of
+from stored import AGENT, run_info, task_of
 
 from grpo.pool.protocol import GroupResult, RunInfo, check_drawn
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
-from grpo.wire.agent_runs import LONGEST_STORY, Branch, EpisodeRecord, RunAgent
+from grpo.wire.agent_runs import LONGEST_STORY, Branch, EpisodeRecord
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.tool_outcomes import Outcome
 
 NAN = math.nan
-AGENT = RunAgent(
-    name="solve",
-    program=["0123456789abcdef"],
-    context=12,
-    max_turns=3,
-    agent_history="drawn",
-    agent_failure_reward=None,
-    agent_may_sample=False,
-    tool_call_parser="auto",
-    chat_template_kwargs=None,
-    rewards=["solve", "passed"],
-)
 RUN = replace(run_info(), agent=AGENT)
 TASK = task_of(5, version=3, columns='{"question": "?"}')
 TURN = {"turn": 0, "after": None, "begins": "new_conversation", "prompt_tokens": 2, "tokens": 2}

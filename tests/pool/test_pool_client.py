@@ -14,7 +14,7 @@ from proxy import Proxy
 from servers import fake
 from stored import PROBE, sha, task_of
 
-from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError
+from grpo.client.server_errors import FileFailure, RequestFailure, ResultRefused, ServerError, ServersUnavailable
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.protocol import GroupResult, Version
 
@@ -100,6 +100,26 @@ def test_a_pool_without_its_database_is_left_for_another(pool):
         with pytest.raises(RequestFailure, match="said 503") as failure:
             client.status()
         assert failure.value.retry_after == 60 and client.status()["workers"] == []
+
+
+def test_of_several_pools_that_fail_each_is_named_with_its_own_failure(monkeypatch, caplog):
+    monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.01)
+    with fake(health=lambda: (503, {}, b"")) as away:
+        client = PoolClient(f"http://127.0.0.1:{free_port()},{away.url}")
+        with pytest.raises(ServersUnavailable) as refusal:
+            Retrier(client, 0.3, threading.Event())(client.run)
+        for line in (str(refusal.value), *caplog.messages):
+            assert (away.url in line) == ("said 503" in line) != ("cannot be reached" in line)
+
+
+def test_completions_that_no_pool_would_take_are_refused_before_they_are_sent(monkeypatch):
+    monkeypatch.setattr("grpo.wire.refusals.BODY_BYTES", 1 << 20)
+    drawn = GroupResult(
+        group=7, attempt=0, completions=[[2] * 200_000], logprobs=[[-0.5] * 200_000], versions=[[0] * 200_000]
+    )
+    says = "completions of group 7 have 2 MiB, and a pool takes 1 at a time: give the run fewer num_generations"
+    with pytest.raises(ServerError, match=says):
+        PoolClient("http://nobody").results("a worker", [drawn], [])
 
 
 def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeypatch, caplog):

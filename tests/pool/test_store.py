@@ -13,7 +13,21 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_file, put_version, sha, task_of, weights
+from stored import (
+    AGENT,
+    FOLDER,
+    PROBE,
+    RUN,
+    WITH_TURNS,
+    answered,
+    damage,
+    drawn,
+    put_file,
+    put_version,
+    sha,
+    task_of,
+    weights,
+)
 
 from grpo.client.server_errors import ServersLost
 from grpo.config.errors import ConfigError
@@ -97,17 +111,30 @@ def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
         put_file(store, other)
 
 
-def test_the_first_run_stays(store):
+def test_the_run_stays_and_its_facts_are_those_of_its_last_start(store):
     with pytest.raises(ProtocolError, match="no trainer") as refusal:
         store.run()
     assert (refusal.value.status, refusal.value.code, refusal.value.retry_after) == (404, "no_run", 2)
-    store.set_run(RUN)
-    store.set_run(replace(RUN, name="runs/resumed"))
+    store.set_run(replace(RUN, name="runs/first", processor="e" * 16))
+    store.set_run(replace(RUN, model_files="e" * 64))  # those that workers fetch stay
+    assert store.known_run() == store.run() == RUN
     for changes in ({"run": "f" * 16}, {"base_weights": "f" * 64}, {"turns": WITH_TURNS.turns}):
         remedy = "start the pool with another --pool_file or --pool_url"
         with pytest.raises(ProtocolError, match=f"of run runs/a: {remedy}") as refusal:
             store.set_run(replace(RUN, **changes))
         assert refusal.value.code == "other_run" and store.run() == RUN
+
+
+def test_another_agents_answers_are_not_in_the_journal_any_more(store):
+    run, task = replace(RUN, agent=AGENT), task_of(0)
+    store.set_run(run)
+    sha256 = put_version(store, 0).sha256
+    store.put_tasks([task])
+    assert store.add_to_journal(task.key, sha256, b"{}\n")
+    store.set_run(replace(run, name="runs/again"))
+    assert store.journal(task.key, sha256) == b"{}\n"
+    store.set_run(replace(run, agent=replace(AGENT, program=["f" * 16])))
+    assert store.journal(task.key, sha256) == b""
 
 
 def test_a_folder_that_was_given_is_of_one_run(store, pool_config, tmp_path):
