@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
-from concurrent.futures import InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from functools import partial
 from grpo.agents.journal import DAMAGED, Journal
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.protocol import RunInfo, Task
+from grpo.sampling.drawer import Drawn
 from grpo.sampling.sampler import Name
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,14 @@ class PoolJournal(Journal):
         for number in range(self._run.num_generations):
             self._requests.pop((seed, task.group, number), None)
             self._rollouts.pop((seed, task.group, number), None)
+
+    def add(self, episode: Name, request: str, drawn: Drawn, done: Future[Drawn]) -> None:
+        """See Journal.add. A task that is closed is over: its program gave up while its answer was drawn, and whoever
+        waits for that finds the episode over."""
+        if episode[:2] in self._open:
+            super().add(episode, request, drawn, done)
+        else:
+            done.set_result(drawn)
 
     def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
         seed, group, _ = episode

@@ -82,6 +82,9 @@ def test_the_next_worker_finds_what_one_had_before_its_programs(open_journal):
     other = open_journal("b", TASKS[1])
     assert other.find_rollout(name_of(TASKS[1], 0)) == ENDED and other.find(name_of(TASKS[0], 0), "x") is None
     other.close(TASKS[1])
+    late = Future()  # of a request that a program gave up
+    other.add(name_of(TASKS[1], 0), "x", Drawn(ids=[1], logprobs=[-1.0]), late)
+    assert late.result(10).ids == [1]
     assert other.find_rollout(name_of(TASKS[1], 0)) is None and other.find(name_of(TASKS[1], 0), "x") is None
     assert open_journal("c", *TASKS, weights="f" * 64).find(name_of(TASKS[0], 0), "x") is None
 
