@@ -41,7 +41,8 @@ class Gateway:
             config,
             admit=self._admit,
             on_refused=lambda **refused: None,
-            threads=max(THREADS, 2 * segments),  # others are read and answered while so many are drawn
+            # A program's clock stands still once a thread has its request, which it keeps until the answer is drawn.
+            threads=max(THREADS, episodes + 2 * segments),
         )
         self.url = f"{self._server.url}/v1"
         threading.Thread(target=self._server.run, name="gateway", daemon=True).start()

@@ -58,7 +58,7 @@ class HostedProgram:
             chunk = os.read(pipe, _LONGEST)
             self.written[pipe] = (self.written[pipe] + chunk)[-_LONGEST:]
             if pipe == self.prints:
-                show(chunk)
+                write_all(2, chunk)
             return bool(chunk)
         return True
 
@@ -66,7 +66,7 @@ class HostedProgram:
         """Return the answer, or how it failed."""
         prints, answer = (self.written[pipe].decode("utf-8", "replace") for pipe in (self.prints, self.answers))
         before, _, line = answer.rstrip().rpartition("\n")
-        show(before.encode())
+        write_all(2, before.encode())
         signals = {-each: each.name for each in signal.Signals}
         if self.failure or code:
             report = {"failure": self.failure or signals.get(code, f"exit code {code}")}
@@ -104,7 +104,7 @@ class Host:
             self.end_programs()
 
     def say(self, report):
-        os.write(self.reports, json.dumps(report).encode() + b"\n")
+        write_all(self.reports, json.dumps(report).encode() + b"\n")
 
     def obey(self, chunk):
         if not chunk:
@@ -214,9 +214,9 @@ def take_ends():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
 
 
-def show(chunk):
-    while chunk:
-        chunk = chunk[os.write(2, chunk) :]
+def write_all(descriptor, data):
+    while data:  # a signal, as of a program that ends, cuts a write short
+        data = data[os.write(descriptor, data) :]
 
 
 def main(url, name, limit="0"):

@@ -149,6 +149,11 @@ class Episode:
         self.nodes += nodes
         return nodes
 
+    def withdraw(self, nodes: list[Node]) -> None:
+        """Forget the nodes of the last request, which a limit refuses."""
+        self.nodes = self.nodes[: -len(nodes)]
+        self._counts[nodes[0].key[:-1]] -= len(nodes)
+
     def numbers(self, node: Node, count: int) -> np.ndarray | None:
         """Return the random numbers of a node, float64 [count], 0 <= number < 1; None if greedy."""
         if self.name is None:
@@ -323,13 +328,18 @@ def _join(path: list[Node]) -> Branch:
 
 def _tell(seen: list[Node]) -> list[Message]:
     """Return the messages of these segments' replies, and those of tools and users before them; the prompt of the first
-    is left out."""
-    told = {end for end, _ in seen[0].asked.told} if seen else set()
-    messages = []
+    is left out. Where a program rewrites what was said, it tells that anew: of messages with the same text, such as the
+    last twenty, those count that are more than before."""
+    told, known, messages = set(), Counter(), []
     for node in seen:
+        rewrites, said = node.asked.begins not in (None, NEW), Counter()
         for end, message in node.asked.told:
-            if end not in told and message["role"] in ("tool", "user"):
-                messages.append(message)
+            text = message["role"], message["content"], message.get("tool_call_id")
+            said[text] += 1
+            if end not in told and (not rewrites or said[text] > known[text]):
+                known[text] += 1
+                if node is not seen[0] and message["role"] in ("tool", "user"):
+                    messages.append(message)
             told.add(end)
         [reply] = read_messages([node.reply])
         messages.append(reply | {"content": reply["content"] or ""})

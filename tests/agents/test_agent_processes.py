@@ -258,6 +258,31 @@ def test_64_run_at_once(programs, tmp_path):
     assert threading.active_count() < 16
 
 
+def test_a_report_is_whole_whatever_signals_come_while_the_trainer_reads_slowly():
+    script = """
+import os, signal, sys, threading, time
+sys.path.insert(0, "grpo/agents")
+import host
+reading, writing = os.pipe()
+signal.signal(signal.SIGALRM, lambda *_: None)  # as SIGCHLD, of a program that ends
+signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+read = []
+def read_slowly():
+    while chunk := os.read(reading, 30_000):
+        read.append(len(chunk))
+        time.sleep(0.05)
+reader = threading.Thread(target=read_slowly)
+reader.start()
+host.write_all(writing, 300_000 * b"x")
+signal.setitimer(signal.ITIMER_REAL, 0)
+os.close(writing)
+reader.join()
+print(sum(read))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "300000\n"
+
+
 def test_the_random_numbers_follow_from_the_seed(programs, tmp_path):
     value = "[random.random(), float(numpy.random.rand())]"
     row = {"do": "value", "value": f"{{'reward': 0, 'parts': dict(zip('ab', {value}))}}"}

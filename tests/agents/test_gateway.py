@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import http.client
 import json
 import threading
 import time
@@ -19,6 +20,7 @@ from desks import Desk, open_desk
 from models import packed
 from requested import begun
 from rounding import assert_rounded
+from servers import wait_until
 
 from grpo.agents.exchange import EpisodeLimits, RunningEpisode, find_scale
 from grpo.agents.gateway import Gateway
@@ -211,9 +213,10 @@ def test_a_stream_that_breaks_off_is_had_whole_by_the_retry(desk):
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_the_clients_terms(desk, fields, status, param, code, words):
-    _, key = desk.begin()
+    session, key = desk.begin()
     with pytest.raises(openai.APIStatusError) as raised:
         desk.client(key).chat.completions.create(model="policy", messages=QUESTION, extra_body=fields)
+    assert session.episode.facts().tree == []
     assert (raised.value.status_code, raised.value.param, raised.value.code) == (status, param, code)
     assert words in raised.value.message
 

@@ -255,6 +255,16 @@ def test_records_tell_what_was_said_once(asked):
     assert Outcome.of_json(outcome.to_json()) == outcome
 
 
+def test_what_a_program_keeps_of_a_long_talk_is_told_once(asked):
+    first = asked.ask([user("1?")], "one")
+    second = asked.ask([user("1?"), sent_back(first), tool("a", "7"), user("on")], "two")
+    third = asked.ask([tool("a", "7"), user("on"), sent_back(second), user("on")], "three")
+    asked.ask([user("on"), sent_back(second), user("on"), sent_back(third), user("on")], "four")
+    said = [(message["role"], message["content"]) for message in asked.episode.facts().messages]
+    on = ("user", "on")
+    assert [each for each in said if each[0] != "assistant"] == [("tool", "7"), on, on, on]
+
+
 def test_a_history_is_hashed_once(asked, monkeypatch):
     """As many bytes for each message, however long the history is."""
     hashed, sha256 = Counter(), hashlib.sha256
