@@ -46,6 +46,7 @@ PROCESSES = 2
 INTERVALS = 10
 PROMPTS, GROUP, COMPLETIONS = (20, 300), (1, 16), (10, 200)
 SAME = 1e-4
+LOST_SECONDS = 600  # without a word from a process of clients
 
 
 @dataclass
@@ -116,7 +117,7 @@ def run(server: Server, seconds: float, options: argparse.Namespace) -> Run:
     ]
     for worker in workers:
         worker.start()
-    ready.wait()
+    ready.wait(LOST_SECONDS)
     go.set()
     began, whole, said = time.monotonic(), Run(seconds), 0.0
     while (at := time.monotonic() - began) < seconds:
@@ -129,7 +130,7 @@ def run(server: Server, seconds: float, options: argparse.Namespace) -> Run:
             said += 10
         time.sleep(min(1.0, seconds / 100))
     for _ in workers:
-        part: Run = results.get()
+        part: Run = results.get(timeout=LOST_SECONDS)
         whole.answers += part.answers
         whole.errors += part.errors
         whole.busy += part.busy
