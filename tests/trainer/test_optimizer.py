@@ -41,7 +41,6 @@ def test_no_group_is_larger_than_a_card_can_copy():
 
 
 ARGUED = {
-    "constant": None,
     "cosine": {"num_cycles": 1.5},
     "cosine_with_min_lr": {"min_lr_rate": 0.1},
     "cosine_with_restarts": {"num_cycles": 2},
@@ -53,7 +52,7 @@ ARGUED = {
 
 OWN = ("constant_with_warmup", "linear", "cosine")
 COURSES = [(kind, *each, None) for kind in OWN for each in ((0, 1), (0, 7), (1, 7), (5, 20), (10, 10), (30, 7))]
-COURSES += [(kind, 0.25, 12, arguments) for kind, arguments in ARGUED.items()]
+COURSES += [(kind, 0.25, 12, arguments) for kind, arguments in ARGUED.items()] + [("constant", 0, 12, None)]
 
 
 @pytest.mark.parametrize("kind, warmup, steps, arguments", COURSES)
