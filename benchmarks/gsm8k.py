@@ -44,6 +44,7 @@ from grpo.rewards.compute import load_reward_funcs
 
 NAME = "qwen"  # of the file of numbers
 BURKOV, TAUGHT, TEACHER, BESIDE_TRL = "Burkov's", "taught by 1.5B", "its teacher", "beside TRL"
+SAME_TOKENS = "GRPO of as many tokens"  # as the teacher's run has
 MEASURED = "last_number_reward demo/gsm8k.py:in_tags_reward"
 ALL_TRAINED = "--num_generations 8 --eval_steps 0 --save_steps 0"
 HOUR, MICRO_BATCHES = 3600.0, 16  # of TRL, each of four completions
@@ -61,6 +62,7 @@ SIDES = {
     f"--system_prompt '{TAGS}<reasoning>...</reasoning><answer>...</answer>'",
     TAUGHT: "--distillation_loss reverse_kl --reward_weights 0 0 0 --beta 0 --num_draws 1 --num_generations 1 "
     "--prompts_per_step 32 --max_steps 20 --eval_steps 20 --learning_rate 2e-5 --micro_batch_tokens 1024",
+    SAME_TOKENS: "--max_steps 11 --eval_steps 11",
     TEACHER: "--eval_samples 100",
     BESIDE_TRL: ALL_TRAINED,
     TRL: ALL_TRAINED,

@@ -237,7 +237,7 @@ def of_gsm8k(results: dict[str, Runs]) -> list[str]:
     about = GSM8K.format(questions=f"{run['evaluations'][0]['questions']:.0f}", machine=run["machine"])
     parts = [about, rows_table([gsm8k_row(seed, run) for seed, run in runs.items()])]
     parts.append("![Right answers and form by step](images/results_gsm8k.png)")
-    for text, sides in ((GSM8K_SIDES, (gsm8k.SIMPLE, gsm8k.BURKOV)), (GSM8K_TAUGHT, (gsm8k.TAUGHT,))):
+    for text, sides in ((GSM8K_SIDES, (gsm8k.SIMPLE, gsm8k.BURKOV)), (GSM8K_TAUGHT, (gsm8k.SAME_TOKENS, gsm8k.TAUGHT))):
         rows = [
             {"side": side} | gsm8k_row(seed, run) | {"steps": len(run["seconds"])}
             for side in (GRPO, *sides)
@@ -245,7 +245,7 @@ def of_gsm8k(results: dict[str, Runs]) -> list[str]:
         ]
         parts += [text, rows_table(rows)] if len(rows) > len(runs) else []
     if gsm8k.TAUGHT in results:
-        parts.append(nearer(results[gsm8k.TAUGHT]["0"], runs))
+        parts.append(nearer(results[gsm8k.TAUGHT]["0"], results[gsm8k.SAME_TOKENS]["0"]))
     if gsm8k.TEACHER in results:
         (alone,) = results[gsm8k.TEACHER]["0"]["evaluations"]
         parts.append(
@@ -264,18 +264,11 @@ def of_gsm8k(results: dict[str, Runs]) -> list[str]:
     return parts
 
 
-def nearer(taught: dict, runs: Runs) -> str:
-    """Return how far the taught run came, and GRPO's runs at as many tokens: means of five steps."""
-    distances, tokens = smoothed(taught["to teacher"]), taught["tokens"][-1]
-    reached = [sum(each <= tokens for each in run["tokens"]) - 1 for run in runs.values()]
-    shares = [smoothed(run["last number"])[step] for run, step in zip(runs.values(), reached, strict=True)]
-    return GSM8K_NEARER.format(
-        before=distances[4],
-        after=distances[-1],
-        tokens=tokens,
-        share=100 * smoothed(taught["last number"])[-1],
-        others=100 * statistics.mean(shares),
-    )
+def nearer(taught: dict, grpo: dict) -> str:
+    """Return how far the taught run came, and GRPO's of as many tokens; distances are means of five steps."""
+    distances = smoothed(taught["to teacher"])
+    greedy = [100 * run["evaluations"][-1]["last number"] for run in (taught, grpo)]
+    return GSM8K_NEARER.format(before=distances[4], after=distances[-1], taught=greedy[0], grpo=greedy[1])
 
 
 def pace_row(side: str, run: dict, steps: int) -> dict[str, object]:
@@ -451,12 +444,12 @@ GSM8K_TAUGHT = """### Taught by Qwen2.5-Coder-1.5B-Instruct
 
 The same model and questions, and a [teacher](distillation.md) in place of rewards and reference: the larger model of
 the family, in bfloat16, on the same two cores. A step has 32 questions with one answer each; the loss is the
-`reverse_kl` over the teacher's 64 likeliest tokens."""
+`reverse_kl` over the teacher's 64 likeliest tokens. "GRPO of as many tokens" is the recipe in eleven steps, over which
+its rate falls to zero."""
 
-GSM8K_NEARER = """In these steps it becomes more like the teacher, {before:.2f} to {after:.2f} nats of a drawn
-token, and solves hardly more. After its {tokens:,.0f} tokens the last number is right in {share:.0f} % of the
-sampled answers, after as many tokens of GRPO in {others:.0f} % (means of five steps, and of the seeds). No
-reward asks for tags or for short answers there: more than half of the greedy answers are cut off, as before."""
+GSM8K_NEARER = """The taught model becomes more like the teacher, {before:.2f} to {after:.2f} nats of a drawn token
+(means of five steps), and solves hardly more: its last number is right in {taught:.1f} %, after as many tokens of GRPO
+in {grpo:.1f} %. No reward asks it for tags or for short answers: more than half of them are cut off, as before."""
 
 GSM8K_TEACHER = """The teacher itself, asked the same way, has the last number right in {last_number:.0f} % of
 {questions:.0f} held-out questions, and the number within tags in {right:.0f} %; {cut:.0f} % of its answers are cut

@@ -13,7 +13,7 @@ from test_import_gguf import WORDS, make, write_gguf
 from trainer_runs import lines, training
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gsm8k import SIDES, TAUGHT, TEACHER, measure
+from benchmarks.gsm8k import SAME_TOKENS, SIDES, TAUGHT, TEACHER, measure
 from benchmarks.real import GRPO
 from benchmarks.results import of_gsm8k
 from demo.__main__ import DemoError
@@ -85,7 +85,7 @@ def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
         words += ["--teacher_servers", "http://127.0.0.1:59880"] if side == TAUGHT else []
         config = parse_arguments(LaunchConfig, "", words)
         assert {"demo/gsm8k.py:in_tags_reward", "last_number_reward"} <= set(config.reward_funcs)
-        assert config.max_steps == (20 if side == TAUGHT else 30)
+        assert config.max_steps == {TAUGHT: 20, SAME_TOKENS: 11}.get(side, 30)
         assert config.eval_samples == (100 if side == TEACHER else 500)
 
 
