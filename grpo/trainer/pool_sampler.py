@@ -148,13 +148,16 @@ class PoolSampler(Sampler):
                 # of an earlier start of the run.
                 self._put_tasks(self._round, examples, ids, attempt=attempt)
                 self._put_tasks_ahead()
-            self._drawn = -1
+            self._drawn, began = -1, time.monotonic()
             while waiting:
                 taken = self._take([*waiting][:MOST_TASKS])
                 arrived = {waiting.pop(drawn.key): self._rollouts(drawn) for drawn in taken}
                 groups |= arrived
                 if arrived and on_groups is not None:
                     on_groups(arrived)
+            # Not in a collective, whose time is limited: workers draw one rank's groups after another's.
+            while self._others_are_drawn():
+                time.sleep(min(_LONG_POLL, max(0.05, (time.monotonic() - began) / 50)))
         return [groups[index] for index in range(len(examples))]
 
     def _put_tasks_ahead(self) -> None:
@@ -201,19 +204,32 @@ class PoolSampler(Sampler):
 
     def _take(self, keys: list[tuple[int, int]]) -> list[GroupResult]:
         """Return the groups that have arrived, perhaps none. Raises ServersLost if the pool got none for too long."""
-        seconds = self.config.pool_deadline
-        if taken := self.ask(lambda: self.source.take(keys, min(_LONG_POLL, seconds))):
+        seconds = min(_LONG_POLL, self.config.pool_deadline)
+        if taken := self.ask(lambda: self.source.take(keys, seconds)):
             return taken
+        status, is_stuck = self._look()
+        if is_stuck:
+            raise ServersLost(
+                f"{self.source.url} has brought no group of round {self._round} for {self.config.pool_deadline:.0f} s: "
+                f"{describe_workers(status, self.source.url)}"
+            )
+        return []
+
+    def _others_are_drawn(self) -> bool:
+        """Tell whether the pool still gets groups of this round, which are other ranks'."""
+        if self.ranks.size == 1 or self.config.replay is not None:
+            return False
+        status, is_stuck = self._look()
+        is_open = any(row["round"] == self._round and row["drawn"] < row["tasks"] for row in status["rounds"])
+        return is_open and not is_stuck
+
+    def _look(self) -> tuple[dict[str, Any], bool]:
+        """Return the pool's status, and whether it got no group for too long."""
         status = self.ask(self.source.status)
         drawn = sum(row["drawn"] for row in status.get("rounds", []))
         if drawn != self._drawn:
             self._drawn, self._moved = drawn, time.monotonic()
-        if time.monotonic() - self._moved >= seconds:
-            raise ServersLost(
-                f"{self.source.url} has brought no group of round {self._round} for {seconds:.0f} s: "
-                f"{describe_workers(status, self.source.url)}"
-            )
-        return []
+        return status, time.monotonic() - self._moved >= self.config.pool_deadline
 
     def _rollouts(self, drawn: GroupResult) -> list[Rollout]:
         if drawn.episodes is not None:

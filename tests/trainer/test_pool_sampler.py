@@ -75,7 +75,7 @@ def draw(settings, ranks, tokenizer, tmp_path):
 
     sources = []
 
-    def sample(examples, **changes):
+    def sample(examples, size=1, **changes):
         count, config = len(examples), settings(prompts_per_step=len(examples), **changes)
         source = Kept(tmp_path / "pool.sqlite")
         sources.append(source)
@@ -89,7 +89,7 @@ def draw(settings, ranks, tokenizer, tmp_path):
             tokenizer=tokenizer,
             end_ids=[2],
             prompts=stream,
-            ranks=ranks,
+            ranks=ranks._replace(size=size),
         )
         sampler.update_weights(0)
         return sampler.sample(examples, 2, 1.0, config.seed, ids=range(count)), source
@@ -145,6 +145,13 @@ def test_what_is_waited_for_and_what_each_worker_does():
     assert describe_wait({"rounds": rounds, "workers": []}, "http://a:1", 7) == (
         "no worker asks this pool: start one with 'python generate.py --pool http://a:1', on any machine"
     )
+
+
+def test_a_rank_waits_for_the_others_groups_where_no_time_is_limited(draw, monkeypatch):
+    looks = [{"rounds": [{"round": 0, "tasks": 4, "drawn": drawn}]} for drawn in (4, 3, 2)]
+    monkeypatch.setattr(Kept, "status", lambda _: looks.pop())
+    groups, _ = draw([example(0)] * 2, size=2)
+    assert len(groups) == 2 and looks == []
 
 
 def test_a_group_of_any_rank_moves_the_deadline_on(draw, monkeypatch):
