@@ -81,12 +81,12 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
     config, progress = run.config, run.progress
+    evaluated = record.evaluate_if_owed(run)
     if progress.stopped_of >= config.max_steps:
         return
-    if run.reference_is_due(progress.step) and progress.ref_step < progress.step:  # it was the run's last step
-        progress.ref_step = progress.step
-        run.publisher.publish(progress.step, needed=run.checkpoints.references())
-    evaluated = record.evaluate_if_owed(run)
+    progress.stopped_of = 0
+    if progress.ref_step < progress.step and run.reference_is_due(progress.step):  # it was the last one of fewer steps
+        run.publish_reference(progress.step)
     for step in (bar := record.progress_bar(run)):
         clock, applied, lost = run.ranks.watchdog.begin(step), rates(run), []
         # Sample, reward while the reference is at work, and compare within each group.
@@ -105,8 +105,7 @@ def optimize(run: Run) -> None:
             )
         if run.reference_is_due(step):
             with clock("publish_ref"), record.raised_later(lost):
-                progress.ref_step = step
-                run.publisher.publish(step, needed=run.checkpoints.references())
+                run.publish_reference(step)
         result = step_result(run, step, batch, of_update=stats, applied=applied, clock=clock)
         progress.step, progress.evaluated = step, {}
         if run.evaluation_is_due(step):
@@ -121,6 +120,7 @@ def optimize(run: Run) -> None:
         record.raise_if_over(run, step, result, lost)
         if asked == "stop":
             break
+    record.evaluate_if_owed(run)  # after a callback's stop
 
 
 def show_end(config: TrainerConfig, folder: Path) -> None:

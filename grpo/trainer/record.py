@@ -81,7 +81,8 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
 
 
 def evaluate_if_owed(run: Run) -> dict[str, float]:
-    """Return the last step's evaluation, made now if the run begins, or if a reward failed in it and ended the run."""
+    """Return the last step's evaluation, made now if the run begins, if a reward failed in it and ended the run, or if
+    a callback has just made the step the last one."""
     step, evaluated = run.progress.step, run.progress.evaluated
     if evaluated or not run.evaluation_is_due(step):
         return evaluated

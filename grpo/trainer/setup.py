@@ -73,8 +73,14 @@ class Run:
         config = self.config
         return self.publisher is not None and step < config.max_steps and step % config.ref_update_steps == 0
 
+    def publish_reference(self, step: int) -> None:
+        """Make the policy after this step the reference. All ranks call it together. Raises ServersLost."""
+        self.progress.ref_step = step
+        self.publisher.publish(step, needed=self.checkpoints.references())
+
     def evaluation_is_due(self, step: int) -> bool:
-        return bool(self.inputs.held_out) and (step == self.config.max_steps or step % self.config.eval_steps == 0)
+        is_last = step == self.config.max_steps or self.progress.stopped_of > 0
+        return bool(self.inputs.held_out) and (is_last or step % self.config.eval_steps == 0)
 
 
 def set_up(

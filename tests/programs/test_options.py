@@ -139,6 +139,13 @@ def test_a_callback_follows_a_run_saves_and_ends_it_with_its_best_model(run, dat
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and (tmp_path / "run/model/model.safetensors").exists()
 
 
+def test_the_step_that_a_callback_makes_the_last_is_evaluated_as_the_last(run, tmp_path):
+    (tmp_path / "mine.py").write_text("def follow(step, **more):\n    return 'stop' if step == 2 else None\n")
+    changes = {"beta": 0, "max_steps": 9, "eval_steps": 5, "save_steps": 2, "callback": f"{tmp_path}/mine.py:follow"}
+    _, rows = run(**changes)
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2] and len(rows) == 3
+
+
 def scored(server) -> float:
     """The tokens that the server has scored."""
     text = requests.get(f"{server.url}/metrics", timeout=10).text
