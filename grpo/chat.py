@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import end_now
-from grpo.config.errors import ConfigError, RewardError, say_once, wake_main_thread
+from grpo.config.errors import ConfigError, RewardError, ending_at_ctrl_c, say_once, wake_main_thread
 from grpo.config.sampling_settings import ChatConfig
 from grpo.model.answering import model_settings
 
@@ -316,7 +316,8 @@ def stopped_by_ctrl_c(interactive: bool) -> Iterator[list[int]]:
 
 
 def main() -> int:
-    config = parse_arguments(ChatConfig, __doc__, model_settings=model_settings)
+    with ending_at_ctrl_c():  # the hub may be asked
+        config = parse_arguments(ChatConfig, __doc__, model_settings=model_settings)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdin.reconfigure(errors="replace")
     wake_main_thread()

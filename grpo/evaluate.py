@@ -174,9 +174,10 @@ def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], comp
 
 def main() -> int:
     from grpo.client.server_errors import ServerError
-    from grpo.config.errors import RewardError, wake_main_thread
+    from grpo.config.errors import RewardError, ending_at_ctrl_c, wake_main_thread
 
-    config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)
+    with ending_at_ctrl_c():  # the hub may be asked
+        config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)
     wake_main_thread()
     with ExitStack() as closing:  # also after Ctrl-C: the processes of calls that hang would stay
         return exit_code(lambda: run(config, closing), (RewardError, ServerError, OSError), "interrupted")

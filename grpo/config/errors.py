@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def end_at_ctrl_c() -> None:
         signal.signal(signal.SIGINT, end)
 
 
+@contextmanager
+def ending_at_ctrl_c() -> Iterator[None]:
+    """Do as end_at_ctrl_c does in the `with` block."""
+    before = signal.getsignal(signal.SIGINT)
+    end_at_ctrl_c()
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def wake_main_thread() -> None:
     """Let a signal end the main thread's wait, also one that the system gives to another thread, as it may
     after Ctrl-Z and fg: Python calls the handlers in the main thread alone."""
@@ -107,6 +117,23 @@ def on_stop_signals(handle: Callable[[int, Any], None]) -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handle)
+
+
+def leave_signals_to_this_process() -> None:
+    """Let SIGTERM end the forks that the user's code makes, as multiprocessing means it, and let none of their signals
+    count as this process's."""
+
+    def begin_fork() -> None:
+        signal.set_wakeup_fd(-1)  # it is this process's
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    # One that comes before a fork has its own handler waits: this process's would ignore it.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        after_in_child=begin_fork,
+    )
 
 
 def on_end_signals(end: Callable[[int], None]) -> None:

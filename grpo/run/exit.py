@@ -35,6 +35,7 @@ from grpo.config.errors import (
     allow_open_files,
     first_here,
     is_first_rank,
+    leave_signals_to_this_process,
     on_stop_signals,
     program_name,
     ranks_here,
@@ -87,6 +88,7 @@ class StopSignals:
         os.set_blocking(wakeup, False)
         on_stop_signals(lambda *_: None)
         signal.set_wakeup_fd(wakeup)
+        leave_signals_to_this_process()
         sys.stdout = _Output(sys.stdout, partial(self._ask_unless_asked, "stdout was closed"))
         sys.stderr = _Output(sys.stderr, partial(self._ask_unless_asked, "stderr was closed"))
         threading.Thread(target=self._read_signals, name="signals", daemon=True).start()

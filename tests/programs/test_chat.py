@@ -9,6 +9,7 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -397,3 +398,19 @@ def test_a_call_that_hangs_does_not_keep_the_program_from_its_end(terminal, tmp_
                 below = end_by_ctrl_c(chat, begun)
     assert below and not left_of(below)
     assert not [word for word in ("Traceback", "ERROR", "lost its process", "cannot") if word in log.read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["chat", "evaluate"])
+def test_ctrl_c_while_the_hub_is_silent_is_a_line(program):
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        silent = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"}
+        command = [sys.executable, "-m", f"grpo.{program}", "--model", "org/model"]
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT | silent, **streams) as process:
+            hub.settimeout(60)
+            connection, _ = hub.accept()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+            connection.close()
+    assert process.returncode == 130 and errors.endswith("interrupted before the start\n") and "Trace" not in errors

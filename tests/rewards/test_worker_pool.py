@@ -32,7 +32,7 @@ from grpo.usercode.prints import SHOWN_CHARACTERS
 pytestmark = pytest.mark.slow
 
 FUNCTIONS = r'''
-import asyncio, contextlib, os, random, re, signal, subprocess, sys, threading, time
+import asyncio, contextlib, multiprocessing, os, random, re, signal, subprocess, sys, threading, time
 
 def length(prompts, completions, **columns):
     """Return the length of each completion, after running the completion if it is a command."""
@@ -49,6 +49,9 @@ def run(completion):
         case ["stop"]: os.kill(os.getppid(), signal.SIGSTOP) or time.sleep(600)
         case ["segfault"]: os.kill(os.getpid(), signal.SIGSEGV)
         case ["memory"]: raise MemoryError
+        case ["terminate"]:
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child.start(), child.terminate(), child.join()
         case ["regex"]: re.fullmatch("(a|a)*b", "a" * 60)  # 2^60 steps in C, with the GIL
         case ["child", file]: subprocess.run(["sh", "-c", 'echo $$ > "$0"; exec sleep 600', file])
         case ["daemon", then, file]:  # no parent, no environment, and a session of its own
@@ -130,6 +133,10 @@ def test_what_a_function_draws_is_the_same_in_whichever_process(pooled):
 
     first, others = draws((7, 3)), draws((7, 4))
     assert draws((7, 3)) == first and len({*first, *others}) == 16
+
+
+def test_a_function_ends_what_it_forks(pooled):
+    assert rewards(pooled("length", timeout=20.0), ["terminate", "a"]) == [[9, 1]]
 
 
 @pytest.mark.timed

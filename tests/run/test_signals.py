@@ -105,6 +105,25 @@ def test_the_alarm_of_a_reward_function_asks_nothing():
         assert process.poll() is None
 
 
+FORKS = """
+import multiprocessing, time
+from grpo.run.exit import Launcher, StopSignals
+stop = StopSignals(Launcher())
+print("ready", flush=True)
+for _ in range(20):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    child.terminate()
+    child.join()
+print(stop.asked, flush=True)
+"""
+
+
+def test_what_a_reward_function_forks_ends_by_its_own_signals():
+    with worker(FORKS) as process:
+        assert process.stdout.readline() == "0\n"
+
+
 def test_a_closed_terminal_asks_once_unless_nohup_has_it_ignored():
     with worker() as process:
         for _ in range(2):
