@@ -321,7 +321,7 @@ def _pickled(name: str, function: object) -> bytes:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a child, which imports what this process can."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))  # Python ignores others
     return os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
 
 

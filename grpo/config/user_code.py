@@ -157,6 +157,7 @@ def imported(field: str, name: str, path: str) -> Iterator[None]:
     neighbour, if its code raises."""
     if str(PROGRAMS) not in sys.path:
         sys.path.append(str(PROGRAMS))  # no program's own folder is there if a module of the package was started
+    before = os.getcwd()
     try:
         with user_code("import"):
             yield
@@ -170,6 +171,8 @@ def imported(field: str, name: str, path: str) -> Iterator[None]:
             place = f"{mine[-1].filename if is_neighbour else path}:{mine[-1].lineno}" if mine else path
         reason = one_line(traceback.format_exception_only(error)[-1], None)
         raise ConfigError(f"{field}={name!r}: {place} cannot be imported ({reason}): correct it") from error
+    finally:
+        os.chdir(before)  # where the paths of other settings begin
 
 
 @contextmanager

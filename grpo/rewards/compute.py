@@ -32,6 +32,7 @@ from grpo.rewards.functions import (
     call_function,
     invalid_reward,
     is_reward,
+    is_scorer,
     load_function,
     make_error,
     text_of,
@@ -138,7 +139,7 @@ def compute_rewards(
     rewards = np.full((len(functions), len(completions)), np.nan)
     for values, (name, function) in zip(rewards, functions.items(), strict=True):
         if isinstance(error := returned[name], BaseException):
-            if isinstance(function, RewardScorer) or isinstance(error, RewardError):
+            if is_scorer(function) or isinstance(error, RewardError):
                 raise error
             raise make_error(name, function, error, batch) from error
         for i, reward in enumerate(returned[name]):
@@ -171,7 +172,7 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
 
 def _is_blocking(reward: Callable | RewardScorer) -> bool:
     """Return True for a plain function or method, False for an async one."""
-    call = reward.score if isinstance(reward, RewardScorer) else reward
+    call = reward.score if is_scorer(reward) else reward
     # An object may have an async __call__.
     return not any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
 

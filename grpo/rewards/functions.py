@@ -42,6 +42,11 @@ class RewardScorer(Protocol):
         """Return one score per conversation. May be async."""
 
 
+def is_scorer(reward: object) -> bool:
+    """Tell a reward model from a function, or an object that is called and has a method `score` of its own."""
+    return isinstance(reward, RewardScorer) and not callable(reward)
+
+
 class Misuse(Exception):
     """A function without a reward function's arguments or result. The message follows its name in a sentence."""
 
@@ -168,7 +173,7 @@ async def await_call(function: Callable | RewardScorer, batch: RewardBatch, logg
 
 def _begin_call(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> Any:
     """Call the function; an async one returns an awaitable."""
-    if isinstance(function, RewardScorer):
+    if is_scorer(function):
         return function.score(batch.conversations)
     if getattr(function, "takes_batch", False):
         return function(batch, logged)

@@ -150,7 +150,8 @@ class Rewarder:
         self._started, self.config, weights = started, config, [*config.reward_weights]
         self._of_environment = [name for name in rewards if name not in started]
         self.names = reward_names(rewards, config)
-        weights += [getattr(rewards[name], "weight", 1.0) for name in self._of_environment]
+        givers = [rewards[name] for name in self._of_environment]  # a class's own `weight` is another thing
+        weights += [1.0 if isinstance(giver, type) else giver.weight for giver in givers]
         self.weights = torch.tensor(weights + [1.0] * (len(self.names) - len(weights)), dtype=torch.float64)
         self.signal_weights = self.weights.clone()  # a group's lengths alone do not make it worth training on
         if config.soft_punish_cache:

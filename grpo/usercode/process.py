@@ -118,7 +118,8 @@ class UserProcess:
 
     def _start(self) -> None:
         self._socket, worker_end = socket.socketpair()
-        imports = f"import sys; sys.path[:] = {sys.path!r}; from grpo.usercode.child import run_worker"
+        paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores others
+        imports = f"import sys; sys.path[:] = {paths!r}; from grpo.usercode.child import run_worker"
         code = f"{imports}; run_worker({worker_end.fileno()})"
         with worker_end:
             self._process = subprocess.Popen(

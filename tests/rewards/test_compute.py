@@ -286,6 +286,9 @@ class Scaled:
 
     of_two = functools.partialmethod(__call__, scale=2)
 
+    def score(self, text):  # of its own
+        raise AssertionError
+
 
 @pytest.mark.parametrize(
     "function",

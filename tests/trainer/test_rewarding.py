@@ -17,6 +17,8 @@ class Game:
     is_verdict = True
     full_reward = 3.0
 
+    def weight(self, item: str): ...
+
 
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
