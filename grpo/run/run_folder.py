@@ -15,7 +15,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -80,11 +80,13 @@ def lock_run(folder: Path) -> None:
 
 def find_run_folder(config: RecordSection) -> Path:
     """Return the run's folder, which may not exist yet. Raises ConfigError as find_checkpoints, if the folder cannot be
-    written, and for a new run if it has results."""
+    written, and for a new run if it has results, or files of the user's with a run's names."""
     checkpoint = next(iter(find_checkpoints(config)), None)
     folder = checkpoint.parent if checkpoint else Path(config.output_dir or name_by_time())
     if config.resume_from_checkpoint is None:
         check_unused("output_dir", folder, may_have_begun=True)
+    if checkpoint is None:
+        _check_not_replaced("output_dir", folder, lambda: _not_of_a_run(folder))
     check_writable("output_dir", folder)
     return folder
 
@@ -145,6 +147,23 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
         is_used = has_run or checkpoints(folder) or (folder / "metrics.json").exists()
     if is_used:
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
+    if not may_have_begun:
+        _check_not_replaced(field, folder, lambda: ["config.yaml", "completions.jsonl"])
+
+
+def _not_of_a_run(folder: Path) -> list[str]:
+    """Return the names that a run would replace, and that no run has made: a trainer locks its folder before it
+    writes."""
+    is_of_a_run = (folder / LOCK).exists() or (folder / "metrics.jsonl").exists()
+    return [] if is_of_a_run else ["config.yaml", "model"]
+
+
+def _check_not_replaced(field: str, folder: Path, names: Callable[[], list[str]]) -> None:
+    """Raise ConfigError if the folder has one of these."""
+    with writable(field, folder):
+        there = [name for name in names() if (folder / name).exists()]
+    if there:
+        raise ConfigError(f"{field}='{folder}': its {' and '.join(there)} would be replaced: name another folder")
 
 
 def find_checkpoints(config: RecordSection) -> list[Path]:

@@ -18,7 +18,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.run.folder import SaveError, save_model
 from grpo.run.preflight import find_run
-from grpo.run.run_folder import LOCK, find_run_folder, lock_run, make_run_folder
+from grpo.run.run_folder import LOCK, check_unused, find_run_folder, lock_run, make_run_folder
 
 
 def test_a_saved_model_loads_and_is_the_same_whatever_an_interrupted_save_left(model, tokenizer, tmp_path):
@@ -54,6 +54,22 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     for refuse in (lambda: find_run_folder(settings), lambda: make_run_folder(settings, tmp_path)):
         with pytest.raises(ConfigError, match="output_dir=.*holds a run or"):
             refuse()
+
+
+def test_what_a_user_has_under_a_runs_names_is_not_replaced(tmp_path):
+    """As where grpo init or demo.model wrote: the model that is trained, and settings with comments."""
+    for name in ("config.yaml", "model"):
+        folder = tmp_path / f"of {name}"
+        (folder / name).mkdir(parents=True)
+        for resumed in (None, "last"):
+            with pytest.raises(ConfigError, match=f"output_dir=.*: its {name} would be replaced: name another folder"):
+                find_run_folder(TrainerConfig(output_dir=str(folder), resume_from_checkpoint=resumed))
+    settings = TrainerConfig(output_dir=str(tmp_path / "run"))
+    make_run_folder(settings, find_run_folder(settings))
+    (tmp_path / "run/config.yaml").touch()  # of a start that failed
+    find_run_folder(settings)
+    with pytest.raises(ConfigError, match="output=.*: its config.yaml would be replaced"):
+        check_unused("output", tmp_path / "of config.yaml")
 
 
 @pytest.mark.parametrize(

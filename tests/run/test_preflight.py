@@ -19,7 +19,7 @@ from grpo.data.records import Example
 from grpo.rewards.compute import load_reward_funcs
 from grpo.run.collective import own_place
 from grpo.run.preflight import check_alike, describe_inputs, find_run
-from grpo.run.run_folder import is_stop_asked, make_run_folder, sum_files, write_progress
+from grpo.run.run_folder import LOCK, is_stop_asked, make_run_folder, sum_files, write_progress
 
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -190,6 +190,7 @@ def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
         return find_run(TrainerConfig(**asked), 0, 1)
 
     assert last(4) == (None, tmp_path, False)
+    (tmp_path / LOCK).touch()
     (tmp_path / "model").mkdir()
     assert last(4) == (None, tmp_path, False)  # a model, but who knows of which step
     write_progress(tmp_path / "model", {"step": 4})
