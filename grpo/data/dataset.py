@@ -18,7 +18,7 @@ from grpo.config.sampling_settings import VERIFIERS, AnsweringConfig, is_adapted
 from grpo.model.hub import can_ask_hub
 
 TRL_COLUMN = "prompt"  # what TRL's datasets call the prompt: taken if there is no column of the default name
-_FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
 _SAVED = "state.json", "dataset_info.json"  # the files by which a folder is known that Dataset.save_to_disk wrote
 # What `datasets` says of a JSON and a Parquet file without a row.
@@ -58,7 +58,7 @@ def _load_split(config: AnsweringConfig, split: str):
         datasets.config.HF_HUB_OFFLINE = True
     try:
         if files:
-            kind, paths, options = _FILE_TYPES[files[0].suffix], [glob.escape(str(file)) for file in files], {}
+            kind, paths, options = FILE_TYPES[files[0].suffix], [glob.escape(str(file)) for file in files], {}
             if kind == "csv":  # prompts and gold answers are text (007, NA), an empty cell elsewhere is null
                 columns = config.dataset_prompt_column, TRL_COLUMN, config.dataset_answer_column
                 options = {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
@@ -115,7 +115,7 @@ def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> C
 
 def _fault(file: Path) -> str:
     """Return the first wrong line of a file of JSON, an array or JSON Lines; empty without one."""
-    content = file.read_bytes() if _FILE_TYPES[file.suffix] == "json" else b""
+    content = file.read_bytes() if FILE_TYPES[file.suffix] == "json" else b""
     parts = [content] if content.lstrip().startswith(b"[") else content.split(b"\n")
     for number, part in enumerate(parts, 1):
         try:
@@ -170,10 +170,10 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
         config.refuse("dataset_name", f"{reason}: set dataset_train_split, dataset_test_split, or eval_steps to 0")
     else:
         files = _files_in(config, path, split)
-    if len({file.suffix for file in files}) != 1 or files[0].suffix not in _FILE_TYPES:
+    if len({file.suffix for file in files}) != 1 or files[0].suffix not in FILE_TYPES:
         found = sorted(str(file.relative_to(path.parent)) for file in [path, *path.rglob("*")] if file.is_file())
         raise ConfigError(
-            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}, called "
+            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(FILE_TYPES)}, called "
             f"{split}.* or {split}-*.*, or all in a folder {split}; found {', '.join(found[:8]) or 'none'}: rename or "
             "convert them, or set dataset_train_split, dataset_test_split, or eval_steps to 0"
         )
@@ -184,10 +184,10 @@ def _files_in(config: AnsweringConfig, path: Path, split: str) -> list[Path]:
     """Return the files of a folder that are called SPLIT.* or SPLIT-*.*, or else those in a folder SPLIT, as the hub
     converts datasets. Raises ConfigError if they are in several folders: the hub's configurations have other rows."""
     named = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
-    files = [file for file in named if file.suffix in _FILE_TYPES]  # pictures beside the rows may be train-1.png
+    files = [file for file in named if file.suffix in FILE_TYPES]  # pictures beside the rows may be train-1.png
     folders = {file.parent for file in files}
     if not files:
-        files = sorted(file for file in path.rglob(f"{split}/*") if file.suffix in _FILE_TYPES)
+        files = sorted(file for file in path.rglob(f"{split}/*") if file.suffix in FILE_TYPES)
         folders = {file.parents[1] for file in files}
     several = " and in ".join(sorted(map(str, folders)))
     reason = f"split {split!r} is in {several}: name one of these, or move the files together"

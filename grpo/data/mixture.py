@@ -17,6 +17,7 @@ import yaml
 from grpo.config.command_line import load_yaml
 from grpo.config.errors import did_you_mean, one_line
 from grpo.config.sampling_settings import AnsweringConfig
+from grpo.data.dataset import FILE_TYPES
 
 _SETTINGS = {
     "path": "dataset_name",
@@ -86,7 +87,11 @@ def _part(config: AnsweringConfig, folder: Path, number: int, entry: dict[str, A
     for name, setting in _SETTINGS.items():
         if name in entry:
             setattr(mine, setting, entry[name])
+    if "test_split" in entry or not mine.dataset_train_split:
+        mine.eval_holdout = 0  # it says itself what is evaluated
     beside = folder / Path(entry["path"]).expanduser()
     if beside.exists():
         mine.dataset_name = str(beside)
-    return Part(entry.get("label") or Path(entry["path"]).stem, entry.get("weight"), mine)
+    path = Path(entry["path"])
+    name = path.stem if path.suffix in FILE_TYPES else path.name
+    return Part(entry.get("label") or name, entry.get("weight"), mine)

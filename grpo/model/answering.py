@@ -57,6 +57,8 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
     if "dataset_name" in given:  # another dataset has other configurations and splits
         for name in ("dataset_config", "dataset_train_split", "dataset_test_split", "eval_holdout"):
             settings.pop(name, None)
+    if "dataset_test_split" in given:  # in place of the rows that the run kept
+        settings.pop("eval_holdout", None)
     used = {name: value for name in CODE if (value := settings.pop(name, None))}
     without = given.isdisjoint(CODE)
     if given.isdisjoint(("agent", "environment")):  # an environment may be an agent

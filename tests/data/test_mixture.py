@@ -72,6 +72,22 @@ def test_a_dataset_that_is_not_trained_on_or_not_evaluated_is_left_out(folder, t
     assert "answer" in load_examples(config(folder), "test", tokenizer, progress=False)[0].columns
 
 
+def test_of_rows_that_are_held_out_a_dataset_that_names_its_split_gives_none(folder, tokenizer):
+    def sources(split: str) -> list[str]:
+        examples = load_examples(config(folder, "--eval_holdout", "2"), split, tokenizer, progress=False)
+        return [example.source for example in examples]
+
+    assert sources("train") == ["sums"] * 18 + ["poems"] * 5 and sources("test") == ["sums"] * 2
+    text = "- {path: sums, split: ''}\n- {path: poems.jsonl, prompt_column: wish, answer_column: ''}\n"
+    (folder / "mix.yaml").write_text(text)
+    assert sources("train") == ["poems"] * 3 and sources("test") == ["sums"] * 6 + ["poems"] * 2
+
+
+def test_a_label_is_the_last_part_of_a_path_without_a_files_ending(folder):
+    (folder / "mix.yaml").write_text("- path: org/data-v1.0\n- path: org/data-v1.1\n- path: poems.jsonl\n")
+    assert [part.label for part in parts_of(config(folder))] == ["data-v1.0", "data-v1.1", "poems"]
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

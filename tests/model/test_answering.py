@@ -91,6 +91,8 @@ def test_another_dataset_is_not_cut_by_the_runs_splits(tmp_path):
     text = "dataset_train_split: train[100:]\ndataset_test_split: train[:100]\neval_holdout: 5\nreward_funcs: null\n"
     (tmp_path / ANSWERING).write_text(text)
     assert parsed(EvaluateConfig, "--model", tmp_path).dataset_test_split == "train[:100]"
+    assert parsed(EvaluateConfig, "--model", tmp_path).eval_holdout == 5
+    assert parsed(EvaluateConfig, "--model", tmp_path, "--dataset_test_split", "validation").eval_holdout == 0
     config = parsed(EvaluateConfig, "--model", tmp_path, "--dataset", "other.jsonl")
     assert (config.dataset_train_split, config.dataset_test_split, config.eval_holdout) == ("train", "test", 0.0)
 
