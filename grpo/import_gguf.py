@@ -10,6 +10,7 @@ digits: where the model's own folder or hub id is at hand, train that. Needs the
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,12 +46,32 @@ def import_gguf(path: Path, folder: Path) -> None:
 
     with refuse_unloadable("file", str(path), "name a GGUF file of an architecture that transformers knows"):
         reader = GGUFReader(path)
+        refuse_scaled_positions(path, reader)
         tokenizer, model = load_tokenizer(path, reader), load_weights(path)
         tie_copied_head(reader, model)
+        add_ends(reader, model)
     tokenizer.model_max_length = model.config.max_position_embeddings
     with whole_folder(folder, "model") as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+
+
+def refuse_scaled_positions(path: Path, reader: GGUFReader) -> None:
+    """Raise ConfigError for a file whose scaled positions transformers does not read: it would make another model."""
+    kind = reader.fields["general.architecture"].contents()
+    scaling = reader.fields.get(f"{kind}.rope.scaling.type")
+    lost = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    lost += [f"{kind}.rope.scaling.type"] if scaling is not None and scaling.contents() != "none" else []
+    remedy = f"it scales positions ({', '.join(lost)}), which would be lost: name the model's own folder or hub id"
+    require(not lost or kind == "gpt-oss", "file", str(path), remedy)
+
+
+def add_ends(reader: GGUFReader, model: PreTrainedModel) -> None:
+    """Add the ends of a turn or message that the file names, too: transformers reads the end of a text alone."""
+    names = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
+    ends = {int(reader.fields[name].contents()) for name in names if name in reader.fields}
+    if len(ends) > 1:
+        model.generation_config.eos_token_id = sorted(ends)
 
 
 def load_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
@@ -124,7 +145,7 @@ def main() -> int:
 
     def work() -> None:
         import_gguf(arguments.file, arguments.folder)
-        print(f"the model is in {arguments.folder}: --model_name_or_path {arguments.folder}")
+        print(f"the model is in {arguments.folder}: --model_name_or_path {shlex.quote(str(arguments.folder))}")
 
     return exit_code(work, (SaveError,), "interrupted; nothing is left")
 

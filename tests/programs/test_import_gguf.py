@@ -55,9 +55,9 @@ def interleaved(weight, heads: int):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, kind: str, model, tokenizer, words: str, head=None) -> dict[str, torch.Tensor]:
+def write_gguf(path: Path, kind: str, model, tokenizer, words: str, head=None, **more) -> dict[str, torch.Tensor]:
     """Write the file, with matrices in 4 bits, and return the weights that it holds. `head`: the values and the type of
-    a head beside the embedding."""
+    a head beside the embedding; `more`: methods of the writer with their argument."""
     writer, settings = gguf.GGUFWriter(path, kind), model.config
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
@@ -81,6 +81,8 @@ def write_gguf(path: Path, kind: str, model, tokenizer, words: str, head=None) -
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(tokenizer.chat_template)
+    for name, value in more.items():
+        getattr(writer, name)(value)
     held = {}
     names = gguf.get_tensor_name_map(ARCHITECTURES[kind], settings.num_hidden_layers)
     for name, weight in model.state_dict().items():
@@ -107,7 +109,8 @@ def write_gguf(path: Path, kind: str, model, tokenizer, words: str, head=None) -
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_the_folder_has_the_files_weights_words_and_template(tmp_path, kind):
     model, tokenizer = make(kind)
-    held = write_gguf(tmp_path / "model.gguf", kind, model, tokenizer, WORDS[kind])
+    turn_end = {"add_eot_token_id": 5} if kind == "llama" else {}  # of Gemma's, beside the end of a text
+    held = write_gguf(tmp_path / "model.gguf", kind, model, tokenizer, WORDS[kind], **turn_end)
     import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
@@ -116,7 +119,8 @@ def test_the_folder_has_the_files_weights_words_and_template(tmp_path, kind):
     assert torch.equal(weights.pop("lm_head.weight"), weights["model.embed_tokens.weight"])
     assert weights.keys() == held.keys() and all(torch.equal(weights[name], held[name]) for name in held)
     assert loaded.config.to_diff_dict().get("quantization_config") is None
-    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    ends = sorted({tokenizer.eos_token_id, 5}) if turn_end else tokenizer.eos_token_id
+    assert loaded.generation_config.eos_token_id == ends
 
     read = AutoTokenizer.from_pretrained(tmp_path / "folder")
     for text in TEXTS:
@@ -172,6 +176,10 @@ def test_what_cannot_be_imported_is_refused_and_leaves_nothing(tmp_path):
         import_gguf(file, folder)
     write_gguf(file, "llama", *make("llama"), "poro-chat")
     with pytest.raises(ConfigError, match="its tokenizer splits words as 'poro-chat', which is unknown here: name the"):
+        import_gguf(file, folder)
+    scaled = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR}
+    write_gguf(file, "llama", *make("llama"), WORDS["llama"], **scaled)
+    with pytest.raises(ConfigError, match=r"it scales positions \(llama.rope.scaling.type\), which would be"):
         import_gguf(file, folder)
     assert not folder.exists()
     folder.mkdir()
