@@ -11,6 +11,7 @@ YAML, of simple_GRPO the script.
 import argparse
 import json
 import random
+import shlex
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from grpo.config.errors import ConfigError, program_name
 from grpo.config.fields import PACKAGE
 from grpo.config.other_names import TABLES
 from grpo.config.translation import translate
+from grpo.run.run_folder import check_writable
 
 STARTER = {"config.yaml": PACKAGE / "starter/config.yaml", "rewards.py": PACKAGE / "starter/first_rewards.py"}
 ROWS = {"train": 64, "test": 16}
@@ -38,7 +40,7 @@ def main() -> int:
         write(arguments.folder, starting_files(arguments.source))
     except ConfigError as error:
         parser.error(str(error))
-    print(f"next:  cd {arguments.folder} && grpo launch --config config.yaml --dry_run")
+    print(f"next:  cd {shlex.quote(str(arguments.folder))} && grpo launch --config config.yaml --dry_run")
     return 0
 
 
@@ -70,6 +72,7 @@ def starting_files(source: list[str] | None) -> dict[str, str]:
 
 def write(folder: Path, files: dict[str, str]) -> None:
     """Write the files into the folder, all or, if one is there already, none. Raises ConfigError."""
+    check_writable("folder", folder)
     if there := [name for name in files if (folder / name).exists()]:
         raise ConfigError(f"folder='{folder}': it has {', '.join(there)} already: remove it, or name another folder")
     for name, text in files.items():

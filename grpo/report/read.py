@@ -23,6 +23,7 @@ from PIL import Image, ImageOps
 from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import is_users_own
+from grpo.config.sampling_settings import is_adapted
 from grpo.run.run_folder import PICTURES, read_record, with_error
 
 LONGEST_TEXT = 20_000
@@ -280,15 +281,17 @@ def _next_commands(run: RecordedRun) -> list[str]:
     folder, code = shlex.quote(str(run.folder)), ""
     if tools := run.settings.get("tools"):
         code += f" --tools {shlex.join(map(str, tools))}"
-    if environment := run.settings.get("environment"):
-        code += f" --environment {shlex.quote(str(environment))}"
+    for name in ("environment", "agent", "agent_python"):
+        if value := run.settings.get(name):
+            code += f" --{name} {shlex.quote(str(value))}"
     rewards, names = "", list(map(str, run.settings.get("reward_funcs") or []))
     if any(map(is_users_own, names)):  # evaluation does not take these from the model's folder, nor then their weights
         rewards = f" --reward_funcs {shlex.join(names)}"
         if set(weights := run.settings.get("reward_weights") or []) - {1}:
             rewards += f" --reward_weights {shlex.join(map(str, weights))}"
+    talk = f"talk to it:    grpo chat --model {folder}/model{code}"
     return [
-        f"talk to it:    grpo chat --model {folder}/model{code}",
+        *([] if is_adapted(run.settings.get("agent")) else [talk]),  # its tasks are its own
         f"evaluate it:   grpo eval --model {folder}/model{code}{rewards}",
         f"serve it:      as {folder}/model/README.md says",
         f"see its page:  grpo report {folder}",

@@ -22,6 +22,7 @@ from jinja2 import Environment
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, one_line
+from grpo.config.sampling_settings import is_adapted
 from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import with_system_prompt
 from grpo.model.answering import write_answering
@@ -195,8 +196,9 @@ def _settings(config: TrainerConfig, adapter: Any, takes_pictures: bool) -> dict
 
 
 def _is_on_hub(name: str) -> bool:
-    """Tell whether a loaded model or dataset came from the hub: a folder of that name takes precedence."""
-    return not (_STARTED_IN / name).exists()
+    """Tell whether a loaded model or dataset came from the hub: a folder of that name takes precedence, and those of
+    an environment's package are its own."""
+    return not is_adapted(name) and not (_STARTED_IN / Path(name).expanduser()).exists()
 
 
 def _results(run: Path, step: int) -> tuple[list[str], list[list[str]]]:

@@ -48,6 +48,15 @@ def test_the_commands_name_the_tools_and_the_environment_of_the_run(tmp_path):
         assert line.endswith(f"{tmp_path}/model --tools 'my shop.py:price' shop.py:stock --environment game.py:Game")
 
 
+def test_the_commands_name_the_program_of_an_agents_run(tmp_path):
+    (tmp_path / "config.yaml").write_text("agent: my agent.py:solve\nagent_python: env/python\nreward_funcs: []\n")
+    for line in write(tmp_path, STEPS)[-4:-2]:
+        assert line.endswith(f"{tmp_path}/model --agent 'my agent.py:solve' --agent_python env/python")
+    (tmp_path / "config.yaml").write_text("agent: verifiers:wordle\nreward_funcs: []\n")
+    *_, evaluate, _, _ = told = write(tmp_path, STEPS)
+    assert evaluate.endswith("/model --agent verifiers:wordle") and not any("grpo chat" in line for line in told)
+
+
 @pytest.mark.parametrize(
     "rewards, weights, words",
     [

@@ -120,3 +120,12 @@ def test_the_card_of_an_adapter(model, tokenizer, tmp_path):
     assert f"vllm serve {model.config.name_or_path} {served}" in card.text
     merged = card_of(adapted, tokenizer, tmp_path / "merged", use_peft=True, merge_on_save=True)
     assert merged.data.library_name == "transformers" and "vllm serve MODEL" in merged.text
+
+
+def test_data_that_the_hub_does_not_have_is_no_dataset_of_the_card(model, tokenizer, tmp_path, monkeypatch):
+    """The hub refuses the whole push for a name that is no id."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").touch()
+    for number, settings in enumerate(({"environment": "verifiers:wordle"}, {"dataset_name": "~/data"})):
+        assert card_of(model, tokenizer, tmp_path / f"run/{number}", **settings).data.datasets is None
