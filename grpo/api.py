@@ -37,7 +37,7 @@ from grpo.config.errors import ConfigError, first_here, one_line
 from grpo.config.fields import PROGRAMS
 from grpo.config.sampling_settings import AgentCodeSection
 from grpo.config.trainer import RecordSection, settings_in
-from grpo.run.run_folder import check_unused, is_finished, is_stop_asked, name_by_time, read_records
+from grpo.run.run_folder import check_unused, check_writable, is_finished, is_stop_asked, name_by_time, read_records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,7 +162,11 @@ def train(
     folder = Path(output_dir or name_by_time())
     if checkpoint is None:  # before another run's inputs are written over
         check_unused("output_dir", folder, may_have_begun=True)
-    inputs = _Inputs(folder.with_name(f"{folder.name}.inputs"))
+    place = folder.absolute()  # "." has no name
+    beside = place.with_name(f"{place.name}.inputs")
+    for each in (folder, beside):
+        check_writable("output_dir", each)
+    inputs = _Inputs(beside)
     if checkpoint is None:
         inputs.clear()
     settings = {"model_name_or_path": str(model), "output_dir": str(folder), **settings}

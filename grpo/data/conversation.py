@@ -81,6 +81,11 @@ class Conversation:
             prompt_ids = tokenize_prompt(self._tokenizer, prompt, self._processor, pictures)
         except PictureCountError as error:
             raise NotAsked(f"the question has other places than pictures ({error}): ask it again") from error
+        except ConfigError as error:
+            if not self._messages:
+                raise
+            # As a template that wants calls otherwise than they were read.
+            raise NotAsked(f"{error}; begin a new one with {NEW}, or use --no_keep_history") from error
         if len(prompt_ids) >= self.longest:
             excess = f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self.longest}"
             raise NotAsked(f"{excess}: ask less at a time, begin a new one with {NEW}, or use --no_keep_history")

@@ -147,6 +147,14 @@ def test_rows_that_cannot_be_trained_on_are_refused_before_a_run_begins(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_cannot_be_used_is_a_mistake_and_the_current_one_can(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(grpo.SettingsError, match="output_dir='/proc/nope/run.*: name a folder that can be written"):
+        grpo.train("model", output_dir="/proc/nope/run")
+    with pytest.raises(grpo.SettingsError, match="there is no row in it"):
+        grpo.train("model", output_dir=".", train_dataset=[])
+
+
 @pytest.mark.slow
 def test_each_of_several_partials_and_objects_has_a_name_and_a_users_module_may_have_any(model_folder, tmp_path):
     """Also with the name that update_wrapper gives them, Open-R1's way. A program that stays in the background with the

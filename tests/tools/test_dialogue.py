@@ -7,14 +7,17 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
 import pytest
 from careless import draw, unchanged
 from requested import spelled
 from talks import Talks, answers_in, call, ids_of
 
+from grpo.config.sampling_settings import ChatConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import module_name
+from grpo.data.conversation import Conversation, NotAsked
 from grpo.data.records import Outcome
 from grpo.data.responder import close_all
 from grpo.tools.dialogue import PRINTS_TOGETHER, start_turns
@@ -116,6 +119,22 @@ def test_a_call_is_answered_and_a_turn_without_one_ends_the_completion(talks):
     whole = talks.tokenizer.apply_chat_template(outcome.messages, tokenize=False)
     assert first in whole and "It is 15." in whole
     assert json.loads(json.dumps(outcome.messages)) == outcome.messages
+
+
+def test_a_chat_whose_template_wants_calls_otherwise_says_what_helps(open_talks):
+    """Mistral's wants ids of nine characters, and calls of tools have none here."""
+    talks = open_talks(template="mistral", tools=["add"])
+    conversation = Conversation(ChatConfig(system_prompt=""), talks.tokenizer, None, 10_000, talks.turns)
+    conversation.ask("What is 1 + 1?")
+    talked = [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]},
+        {"role": "tool", "name": "add", "content": "2"},
+    ]
+    conversation.answered(SimpleNamespace(outcome=Outcome(finished=True, messages=talked)))
+    with pytest.raises(NotAsked, match="nine characters.*; begin a new one with /new, or use --no_keep_history"):
+        conversation.ask("Again?")
+    conversation.begin()
+    conversation.ask("Again?")
 
 
 def test_the_calls_of_a_turn_are_answered_in_their_order(talks):
