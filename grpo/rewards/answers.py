@@ -49,7 +49,7 @@ SIGNS = r"""° ^\circ º ^\circ ˚ ^\circ × \times · \cdot ⋅ \cdot ÷ \div �
 LATEX = ASCII | {ord(sign): f"{latex} " for sign, latex in re.findall(r"(\S) (\S+)", SIGNS)}
 LATEX |= str.maketrans({"∛": "√[3]", "∜": "√[4]"})
 VULGAR = re.compile(r"(?<=[√^/÷⁄∕])\s*[0-9]*[¼-¾⅐-⅞]|[0-9]*[¼-¾⅐-⅞](?=[\w√(])")  # that need brackets
-ROOT = re.compile(r"√(\[[34]\])?\s*(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[a-z]+))")
+ROOT = re.compile(r"√(\[[34]\])?\s*(?:\(((?:[^()]|\([^()]*\))*)\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[a-z]+))")
 
 
 def write_ascii(text: str) -> str:
@@ -79,7 +79,8 @@ LONGEST = 1000  # characters; anything longer can only be equal as a string
 MATHEMATICS = re.compile(r"[0-9\\^_=<>+*/(\[{|]")
 MARKDOWN = re.compile(r"(\*\*|__|[*_`])([^*_`]+)\1")
 TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
-VARIABLE = re.compile(r"[A-Za-z]\s*=(?!=)")
+NAME = r"(?:[A-Za-z]|[A-Z]{2})(?:_(?:\w|\{\w{1,3}\}))?(?:\([\w, ]{1,9}\))?"  # x_1, AB, f(2)
+VARIABLE = re.compile(rf"{NAME}(?: ?[-+] ?{NAME})*\s*=(?!=)")
 DELIMITERS = re.compile(r"\$\$?([^$]*)(?<!\\)\$\$?|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]", re.DOTALL)
 
 
@@ -145,6 +146,7 @@ def open_box(text: str) -> str:
 
 AND = re.compile(r"\s*,\s*(?:and\s+)?|\s+and\s+")
 ANOTHER_CHOICE = re.compile(r"\b(?!A [a-z])[A-J]\b|\b[a-j][).:]|\b(?:or|nor|not|either|neither|maybe|perhaps)\b")
+GOLD_CHOICE = re.compile(r"\(?([A-J])[.:)]\\?\s.+")  # with what it stands for
 # Capitals matter in other golds, which may be names or variables.
 ANY_CASE = re.compile(
     "[a-zß-ÿ]{3,}|[A-ZÀ-Þ]?[a-zß-ÿ]+(?: [a-zß-ÿ]+)+|(?i:true|false|yes|no|even|odd|none|both|neither)"
@@ -166,6 +168,8 @@ def same_word(text: str, gold: str) -> bool:
         text = re.sub(r"\\[ ,]", " ", TEXT.sub(r"\1", text).replace("**", ""))
         match = re.fullmatch(rf"(?:\({gold}\)|[{gold}{gold.lower()}](?=[.:)]|$))(?:[.:)]|\s|$)(.*)", text)
         return bool(match) and not ANOTHER_CHOICE.search(match[1])
+    if re.fullmatch("[A-Ja-j]", text) and (match := GOLD_CHOICE.fullmatch(TEXT.sub(r"\1", gold))):
+        return text.upper() == match[1]
     return text == gold or bool(ANY_CASE.fullmatch(gold) and text.casefold() == gold.casefold())
 
 

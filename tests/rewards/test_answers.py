@@ -167,6 +167,14 @@ EQUAL = {
         \frac{1}{8} | 12.5% | 12.5\%
         \frac{1}{40} | 2.5\%
     """,
+    "a name before, a choice with what it stands for": r"""
+        25 | $m+n = 25$ | m+n = 25 | \(m+n = 25\)
+        5 | AB = 5 | f(2) = 5 | x_1 = 5 | $x_{12} = 5$
+        B) 12 | B | b | (B)
+        (B) 12 | B
+        \textbf{(B)}\ 12 | B
+        \sqrt{\frac{1+\sqrt5}{2}} | √((1+√5)/2)
+    """,
     "other commands of LaTeX": r"""
         \emptyset | \varnothing | ∅
         x \leq 3 | x \leqslant 3
@@ -192,6 +200,10 @@ DIFFERENT = {
         x>1 and x<5 | x>1 or x<5
         x<1 or x>2 | x<1 and x>2
         y' = 2x | y = 2x
+    """,
+    "no name, another choice": r"""
+        5 | 3 or x = 5 | or = 5 | 2x = 5 | x/2 = 5 | no = 5
+        B) 12 | C | A | B) 13
     """,
     "what only begins alike": r"""
         \frac{1}{2} | √½
