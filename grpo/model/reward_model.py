@@ -21,6 +21,7 @@ from transformers import (
 
 from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.sampling_settings import SharedConfig
+from grpo.model.devices import refuse_shortage
 from grpo.model.fingerprint import describe
 from grpo.model.hub import base_of, check_model_name, refuse_unloadable
 from grpo.model.load import refuse_hub_kernels, render_chat, resolve_dtype
@@ -54,7 +55,8 @@ def load_reward_model(
     require(missing is None, field, name, f"its weights lack {missing}, so its scores would be random: {remedy}")
     require(outputs == 1, field, name, f"it gives {outputs} numbers for a text: name a model with one (num_labels 1)")
     model.config.get_text_config().use_cache = False  # nothing is generated: keys and values are not kept
-    return model.eval().requires_grad_(False).to(device), tokenizer
+    with refuse_shortage(field, name, "free the device's memory, or serve it from another card (--task reward)"):
+        return model.eval().requires_grad_(False).to(device), tokenizer
 
 
 def try_template(config: SharedConfig, name: str, conversation: list[Message]) -> None:

@@ -135,7 +135,7 @@ if not wants_card():
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
 warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
 import deepspeed
-from deepspeed.accelerator import cuda_accelerator
+from deepspeed.accelerator import cuda_accelerator, get_accelerator
 
 # With NVIDIA's library it reads CUDA_VISIBLE_DEVICES as numbers, where GPU-... and MIG-... may stand.
 cuda_accelerator.pynvml = None
@@ -177,16 +177,15 @@ def start_engine(
     """Return the DeepSpeed engine around the policy, and its learning-rate schedule. A policy that `is_new`
     is as its model's files have it. Raises ConfigError."""
     check_host(config, ds_config["zero_optimization"], model)
+    shortage = partial(explain_shortage, lambda: (START, START), config, lambda: "nothing is lost: no step was done")
     if shards := ds_config["zero_optimization"]["stage"] == 3:
-        _shard(model, ds_config)
+        with shortage():
+            shard_weights(model, ds_config)
     else:
         keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
-    with (
-        refused_by_deepspeed(config.deepspeed, AssertionError),
-        explain_shortage(lambda: (START, START), config, lambda: "nothing is lost: no step was done"),
-    ):
+    with refused_by_deepspeed(config.deepspeed, AssertionError), shortage():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
     if shards:
         _notice_passes(engine.optimizer.parameter_offload, model)
@@ -244,7 +243,7 @@ def _begin_in_float32(engine: Any, config: TrainerConfig) -> None:
             deepspeed.utils.safe_set_full_fp32_param(weight, value)
 
 
-def _shard(model: PreTrainedModel, ds_config: dict) -> None:
+def shard_weights(model: PreTrainedModel, ds_config: dict) -> None:
     """Share the weights out over the ranks' cards, one at a time. Raises ConfigError for a model without layers."""
     layers = {type(part) for part in model.modules() if isinstance(part, GradientCheckpointingLayer)}
     if not layers:
@@ -257,6 +256,11 @@ def _shard(model: PreTrainedModel, ds_config: dict) -> None:
     if not model.get_input_embeddings().weight.requires_grad:
         model.enable_input_require_grads()
     deepspeed.zero.Init(module=model, config_dict_or_path=ds_config, dtype=model.dtype)
+    # It moves weights alone, and the engine then moves nothing: a vision tower's positions would stay on the host.
+    device = get_accelerator().current_device_name()
+    for part in model.modules():
+        for name, buffer in [*part.named_buffers(recurse=False)]:
+            setattr(part, name, buffer.to(device))
 
 
 def _notice_passes(offload: Any, model: PreTrainedModel) -> None:

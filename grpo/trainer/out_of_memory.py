@@ -70,7 +70,8 @@ def _lowered(error: BaseException, phase: str, config: TrainerConfig) -> dict[st
         draws_whole_groups = config.sampler == "generate" and phase != EVALUATION
         name, least = "sequences_per_generate", config.draws if draws_whole_groups else 1
     elif phase in _OF_BATCHES and not (phase == "update" and _of_gradients(error)):
-        name, least = "micro_batch_tokens", config.longest_sequence
+        # Of a row that ranks share each has its part.
+        name, least = "micro_batch_tokens", -(-config.longest_sequence // config.sequence_parallel_size)
     else:
         return {}
     value = getattr(config, name)

@@ -65,7 +65,8 @@ def make_trainable(model: PreTrainedModel, config: TrainerConfig) -> LocalRefere
         tile_mlps(model)
     if config.beta == 0 or config.ref == "server":
         return None
-    return LocalReference(model, copies=came_with_adapter or config.ref == "local")
+    with enough_memory(config):
+        return LocalReference(model, copies=came_with_adapter or config.ref == "local")
 
 
 def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> tuple[Batcher, Sampler | None]:

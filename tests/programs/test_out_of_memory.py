@@ -57,6 +57,7 @@ MORE_CARDS = "use more ranks, offload_optimizer in the DeepSpeed file, or use_pe
         ("update", LOW, f"set activation_offloading and tiled_mlp, or {SHORTER}"),
         ("update", TILED, f"{SHORTER}, or use more ranks"),
         ("update", LOW | {"gradient_checkpointing": False}, "set gradient_checkpointing"),
+        ("update", LOW | {"sequence_parallel_size": 4}, "lower micro_batch_tokens=600"),
         ("ref_logprobs", {}, "lower micro_batch_tokens=16384"),
         ("generate", {"sequences_per_generate": 64}, "lower sequences_per_generate=64"),
         ("generate", LOW | {"sequences_per_generate": 8}, "lower sequences_per_generate=8"),
@@ -69,7 +70,8 @@ MORE_CARDS = "use more ranks, offload_optimizer in the DeepSpeed file, or use_pe
         ("reward", {}, "serve reward models from another card (--task reward)"),
     ],
 )
-def test_the_setting_that_helps_is_named(phase, settings, remedy):
+def test_the_setting_that_helps_is_named(phase, settings, remedy, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert said(TORCHS, phase, num_generations=8, **settings).endswith(f": {remedy}; begin again")
 
 

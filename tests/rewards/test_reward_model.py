@@ -217,6 +217,15 @@ def test_it_is_frozen_and_keeps_its_settings(folders):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_one_too_large_for_the_memory_is_named(folders, monkeypatch):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.to", no_room)
+    with pytest.raises(ConfigError, match="reward_funcs='.*': out of memory: free .*, or serve it from another card"):
+        load_reward_model(TrainerConfig(), "reward_funcs", str(folders["bert"]), CPU)
+
+
 # --- finding it
 
 

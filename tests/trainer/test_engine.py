@@ -1,14 +1,17 @@
 """DeepSpeed's file: "auto" is filled from Config, contradictions are refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.trainer.deepspeed_engine import engine_config
+from grpo.trainer import deepspeed_engine
+from grpo.trainer.deepspeed_engine import engine_config, shard_weights
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -35,6 +38,16 @@ def test_moments_in_8_bits_are_allowed_and_not_offloaded(with_file):
     refused = "^optim='adamw_8bit': .* has zero_optimization.offload_optimizer, .* take one"
     with pytest.raises(ConfigError, match=refused):
         with_file(OFFLOADED, *eight)
+
+
+def test_what_a_model_has_beside_weights_goes_to_the_card_with_their_shares(monkeypatch, model_folder):
+    """As a vision tower's positions, or a router's biases, of a model that waited on the host."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    card = SimpleNamespace(current_device_name=lambda: "meta")
+    monkeypatch.setattr(deepspeed_engine, "get_accelerator", lambda: card)
+    monkeypatch.setattr("deepspeed.zero.Init", lambda **_: None)
+    shard_weights(model, {})
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
 @pytest.fixture
