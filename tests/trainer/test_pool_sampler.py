@@ -89,7 +89,7 @@ def draw(settings, ranks, tokenizer, tmp_path):
             tokenizer=tokenizer,
             end_ids=[2],
             prompts=stream,
-            ranks=ranks._replace(size=size),
+            ranks=Ranks(rank=0, size=size, device=ranks.device, watchdog=None),
         )
         sampler.update_weights(0)
         return sampler.sample(examples, 2, 1.0, config.seed, ids=range(count)), source
