@@ -27,8 +27,8 @@ from grpo.config.errors import (
     RewardError,
     allow_open_files,
     end_at_ctrl_c,
-    leave_signals_to_this_process,
     on_end_signals,
+    reset_signals_in_forks,
     say_once,
 )
 
@@ -71,7 +71,7 @@ def run(config: WorkerConfig) -> int:
     """Draw until a signal comes; return the exit code then. Raises what ends the worker."""
     stop, signals = threading.Event(), []
     on_end_signals(lambda number: (signals.append(number), stop.set()))
-    leave_signals_to_this_process()
+    reset_signals_in_forks()
     # Refuse a wrong token or address before an engine is imported. A pool that does not answer may do so later.
     with suppress(RequestFailure):
         PoolClient(config.pool, token=config.token, ref_ca_file=config.ref_ca_file, request_timeout=5.0).run()

@@ -81,8 +81,8 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
     config, progress = run.config, run.progress
-    evaluated = record.evaluate_if_owed(run)
-    if progress.stopped_of >= config.max_steps:
+    evaluated = record.evaluate_if_missing(run)
+    if progress.stopped_of >= config.max_steps:  # a callback's stop holds until more steps are asked for
         return
     progress.stopped_of = 0
     if progress.ref_step < progress.step and run.reference_is_due(progress.step):  # it was the last one of fewer steps
@@ -120,7 +120,7 @@ def optimize(run: Run) -> None:
         record.raise_if_over(run, step, result, lost)
         if asked == "stop":
             break
-    record.evaluate_if_owed(run)  # after a callback's stop
+    record.evaluate_if_missing(run)  # after a callback's stop
 
 
 def show_end(config: TrainerConfig, folder: Path) -> None:

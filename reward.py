@@ -34,7 +34,7 @@ from grpo.rewards.answers import ASCII, NUMBER_IN_TEXT, find_last_boxed, same_va
 
 TAGS = "think", "answer"
 ENDING = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>|<eos>|</s>)*")
-IN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))")  # LaTeX's commas
+IN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))")  # LaTeX's ways to separate thousands
 TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
@@ -142,15 +142,15 @@ def has_boxed_format(text: str) -> bool:
     return thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
 
 
-def find_opened_tags(completion: str, prompt: str, first: str = "think") -> str:
-    """Return the thinking tags, by their name `first`, at the prompt's end, or "".
+def find_opened_tags(completion: str, prompt: str, name: str = "think") -> str:
+    """Return the tags of this name at the prompt's end, or "".
 
     A prompt may end in `<think>` (templates of R1, QwQ and Qwen3-Thinking), in an empty `<think> </think>` (Qwen3 with
     enable_thinking=false) or, prefilled, in `<think>`, a line break and the start of a thought. The last two count only
     if the tag begins a line or follows a template's token, no other tag or token follows, and, for an empty pair, the
     completion has no `<think>`.
     """
-    begin, end = f"<{first}>", f"</{first}>"
+    begin, end = f"<{name}>", f"</{name}>"
     before, tag, after = prompt.rpartition(begin)
     if tag and not after.strip():
         return begin

@@ -7,9 +7,10 @@
     python -m benchmarks.gsm8k --side "beside TRL" --max_steps 6   and by ours, so many steps
     python -m benchmarks.results                                   makes docs/results.md of all files of numbers
 
-Every side trains the model of `make gsm8k` in as many steps of as many completions of at most the same length, on the
-same questions, and the same functions measure all. A run takes hours: after a stop the same command goes on. Other
-options go to `grpo launch`. The questions are those of the variable GSM8K, or the hub's, as in demo/gsm8k.py.
+Every side trains the model of `make gsm8k` on the same questions, and the same functions measure all. All but "taught
+by 1.5B" and "GRPO of as many tokens" have as many steps of as many completions of at most the same length. A run takes
+hours: after a stop the same command goes on. Other options go to `grpo launch`. The questions are those of the variable
+GSM8K, or the hub's, as in demo/gsm8k.py.
 
 TRL (written for 1.16.0) cannot choose the completions of a group that it trains on: both sides train on all there. Its
 GRPOTrainer multiplies in bfloat16 and keeps the weights in float32, as ours; a micro-batch has four completions, the
@@ -44,7 +45,7 @@ from grpo.rewards.compute import load_reward_funcs
 
 NAME = "qwen"  # of the file of numbers
 BURKOV, TAUGHT, TEACHER, BESIDE_TRL = "Burkov's", "taught by 1.5B", "its teacher", "beside TRL"
-SAME_TOKENS = "GRPO of as many tokens"  # as the teacher's run has
+SAME_TOKENS = "GRPO of as many tokens"  # as the side TAUGHT has
 MEASURED = "last_number_reward demo/gsm8k.py:in_tags_reward"
 ALL_TRAINED = "--num_generations 8 --eval_steps 0 --save_steps 0"
 HOUR, MICRO_BATCHES = 3600.0, 16  # of TRL, each of four completions

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"step (\d+) of (\d+): (.+)")
 _ERROR = re.compile(r"^[^:]*(?:grpo|ref_server)[^:]*: error: (.+)", re.MULTILINE)  # no line of a compiler's
-_LAST_LINES = 2.0  # seconds in which the lines are read that a program left behind
+_LAST_LINES = 2.0  # seconds after a program's end in which its last lines are read
 _FUNCTIONS_FILE = "given_functions.py"  # imports inside find it: a name that no module of the user's has
 _FUNCTIONS = '''"""The functions that grpo.train was given."""
 
@@ -162,8 +162,7 @@ def train(
     folder = Path(output_dir or name_by_time())
     if checkpoint is None:  # before another run's inputs are written over
         check_unused("output_dir", folder, may_have_begun=True)
-    place = folder.absolute()  # "." has no name
-    beside = place.with_name(f"{place.name}.inputs")
+    beside = Path(f"{folder.absolute()}.inputs")  # "." has no name
     for each in (folder, beside):
         check_writable("output_dir", each)
     inputs = _Inputs(beside)

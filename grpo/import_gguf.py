@@ -4,7 +4,8 @@
     grpo launch --model_name_or_path smollm2
 
 The folder has the weights in float32, config.json and the tokenizer with its chat template. Quantized weights have lost
-digits: where the model's own folder or hub id is at hand, train that. Needs the packages gguf and accelerate.
+digits: where the model's own folder or hub id is at hand, train that. A file with scaled positions (Llama 3.1's) is
+refused: transformers would lose them. Needs the packages gguf and accelerate.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def refuse_scaled_positions(path: Path, reader: GGUFReader) -> None:
     lost = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
     lost += [f"{kind}.rope.scaling.type"] if scaling is not None and scaling.contents() != "none" else []
     remedy = f"it scales positions ({', '.join(lost)}), which would be lost: name the model's own folder or hub id"
-    require(not lost or kind == "gpt-oss", "file", str(path), remedy)
+    is_read = kind == "gpt-oss"  # the one architecture whose scaling transformers reads
+    require(not lost or is_read, "file", str(path), remedy)
 
 
 def add_ends(reader: GGUFReader, model: PreTrainedModel) -> None:

@@ -37,7 +37,7 @@ class Desk:
                 context=self.context,
                 turns=turns,
                 temperature=self.temperature,
-                drawn_at=self.temperature,
+                draw_temperature=self.temperature,
                 may_sample=may_sample,
             ),
             version=5,

@@ -207,7 +207,7 @@ def draw_episodes(
         context=agent.context,
         turns=agent.config.most_turns,
         temperature=agent.config.temperature,
-        drawn_at=order.temperature,
+        draw_temperature=order.temperature,
         may_sample=agent.config.agent_may_sample,
     )
     open_session = functools.partial(RunningEpisode, drawer=drawer, limits=limits, version=version, journal=journal)

@@ -33,7 +33,7 @@ class EpisodeLimits:
     context: int  # tokens of a request with its segment
     turns: int  # segments
     temperature: float  # the run's
-    drawn_at: float  # the temperature of all that is drawn: an evaluation's is another, and 1 is greedy's
+    draw_temperature: float  # an evaluation may have its own; 1 where it draws greedily
     may_sample: bool = False  # whether a request may have another, as the setting agent_may_sample says
 
 
@@ -251,4 +251,4 @@ def find_scale(wanted: ChatRequest, limits: EpisodeLimits) -> float:
         raise Refused(f"temperature: {theirs:g}: {remedy}", param="temperature")
     if not 0 <= theirs <= _HOTTEST:
         raise Refused(f"temperature: {theirs:g}: send a number from 0 to {_HOTTEST}", param="temperature")
-    return min(limits.drawn_at / theirs, _SHARPEST) if theirs else _SHARPEST
+    return min(limits.draw_temperature / theirs, _SHARPEST) if theirs else _SHARPEST

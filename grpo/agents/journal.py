@@ -1,4 +1,4 @@
-"""The journal of a run: what was drawn for episodes, on disk before their programs have it.
+"""The journal of a run: what was drawn for episodes to train on, on disk before their programs have it.
 
     RUN/journal/12-9f86d081884c7d65-rank-0.jsonl    what rank 0 drew after 12 updates
     {"episode": [seed, group, number], "request": name, "ids": [...], "logprobs": [...]}

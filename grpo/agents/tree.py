@@ -151,7 +151,7 @@ class Episode:
 
     def withdraw(self, nodes: list[Node]) -> None:
         """Forget the nodes of the last request, which a limit refuses."""
-        self.nodes = self.nodes[: -len(nodes)]
+        del self.nodes[-len(nodes) :]
         self._counts[nodes[0].key[:-1]] -= len(nodes)
 
     def numbers(self, node: Node, count: int) -> np.ndarray | None:
@@ -328,8 +328,8 @@ def _join(path: list[Node]) -> Branch:
 
 def _tell(seen: list[Node]) -> list[Message]:
     """Return the messages of these segments' replies, and those of tools and users before them; the prompt of the first
-    is left out. Where a program rewrites what was said, it tells that anew: of messages with the same text, such as the
-    last twenty, those count that are more than before."""
+    is left out. A program that rewrites its history, such as one that keeps the last twenty messages, sends messages
+    again: of those with the same text only the ones beyond the number told so far are new."""
     told, known, messages = set(), Counter(), []
     for node in seen:
         rewrites, said = node.asked.begins not in (None, NEW), Counter()

@@ -90,7 +90,7 @@ def parse_arguments(
 ) -> _ConfigT:
     """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2. `model_settings`
     takes a model's name, the names of the program's settings and the names that are given, and returns settings saved
-    with the model; the command line and the file of `--config` win over them."""
+    with the model; the command line and the files of `--config` win over them."""
     parser = _Parser(config_class, description)
     arguments = parser.with_truths(sys.argv[1:] if argv is None else argv)
     settings = {field.name: field for field in fields(config_class)}

@@ -119,19 +119,22 @@ def on_stop_signals(handle: Callable[[int, Any], None]) -> None:
             signal.signal(number, handle)
 
 
-def leave_signals_to_this_process() -> None:
-    """Let SIGTERM end the forks that the user's code makes, as multiprocessing means it, and let none of their signals
+def reset_signals_in_forks() -> None:
+    """Let SIGTERM end the forks that the user's code makes, as multiprocessing expects, and let none of their signals
     count as this process's."""
 
-    def begin_fork() -> None:
-        signal.set_wakeup_fd(-1)  # it is this process's
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    def mask(how: int) -> None:
+        signal.pthread_sigmask(how, [signal.SIGTERM])
 
-    # One that comes before a fork has its own handler waits: this process's would ignore it.
+    def begin_fork() -> None:
+        signal.set_wakeup_fd(-1)  # the parent reads it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mask(signal.SIG_UNBLOCK)
+
+    # Until begin_fork a SIGTERM waits: a fork still has its parent's handler, which would drop it.
     os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        before=lambda: mask(signal.SIG_BLOCK),
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
         after_in_child=begin_fork,
     )
 

@@ -83,7 +83,7 @@ class TrainingSection(Section):
         *("cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
     ] = option("constant_with_warmup", "course of the learning rate after its warm-up, by transformers' names")
     lr_scheduler_kwargs: dict | str | None = option(None, "arguments of the course: '{\"min_lr_rate\": 0.1}'")
-    warmup_steps: float = option(10, "updates in which the rate rises from 0; below 1: a share of all", at_least=0)
+    warmup_steps: float = option(10, "updates of a rising rate, none with constant; below 1: a share", at_least=0)
     optim: Literal["adamw_torch", "adamw_8bit"] = option("adamw_torch", "adamw_8bit (bitsandbytes) needs less memory")
     adam_beta1: float = option(0.9, "decay of AdamW's mean of the gradients", at_least=0, below=1)
     adam_beta2: float = option(0.99, "decay of AdamW's mean of the squared gradients", at_least=0, below=1)
@@ -110,7 +110,7 @@ class TrainingSection(Section):
         self.check(not (is_constant and self.lr_scheduler_kwargs), lr_scheduler_kwargs="a constant rate takes none")
         has_warmup = self.warmup_steps not in (0, TrainingSection.warmup_steps)
         is_ignored = self.lr_scheduler_type == "constant" and has_warmup
-        self.check(not is_ignored, warmup_steps="constant has none: use constant_with_warmup, or leave it out")
+        self.check(not is_ignored, warmup_steps="a constant rate has none: use constant_with_warmup, or 0")
         is_updates = self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps)
         self.check(is_updates, warmup_steps="use a whole number of updates, or a share of all below 1")
 

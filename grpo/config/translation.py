@@ -213,8 +213,8 @@ def _clip_of_trl(parts: Parts) -> Settings:
     if parts.take("loss_type") != "cispo" or parts.has("epsilon_high"):
         return {}
     high = parts.take("epsilon", 0.2)
-    parts.values.pop("epsilon", None)
-    return {"epsilon_high": high, "epsilon": default_of(FIELDS["epsilon"])}
+    parts.values.pop("epsilon", None)  # or it would be listed as lost
+    return {"epsilon_high": high}
 
 
 def _warmup(parts: Parts) -> Settings:

@@ -84,8 +84,8 @@ class Conversation:
         except ConfigError as error:
             if not self._messages:
                 raise
-            # As a template that wants calls otherwise than they were read.
-            raise NotAsked(f"{error}; begin a new one with {NEW}, or use --no_keep_history") from error
+            # A template may refuse the calls of earlier turns: Mistral's wants ids.
+            raise NotAsked(f"{error}; begin a new conversation with {NEW}, or use --no_keep_history") from error
         if len(prompt_ids) >= self.longest:
             excess = f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self.longest}"
             raise NotAsked(f"{excess}: ask less at a time, begin a new one with {NEW}, or use --no_keep_history")

@@ -88,10 +88,10 @@ def _part(config: AnsweringConfig, folder: Path, number: int, entry: dict[str, A
         if name in entry:
             setattr(mine, setting, entry[name])
     if "test_split" in entry or not mine.dataset_train_split:
-        mine.eval_holdout = 0  # it says itself what is evaluated
-    beside = folder / Path(entry["path"]).expanduser()
+        mine.eval_holdout = 0  # it names what is evaluated, or has no rows to hold out
+    path = Path(entry["path"])
+    beside = folder / path.expanduser()
     if beside.exists():
         mine.dataset_name = str(beside)
-    path = Path(entry["path"])
     name = path.stem if path.suffix in FILE_TYPES else path.name
     return Part(entry.get("label") or name, entry.get("weight"), mine)

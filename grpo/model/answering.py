@@ -13,7 +13,7 @@ from grpo.config.errors import ConfigError, is_first_rank, one_line, program_nam
 from grpo.config.loss_settings import RewardSection, is_users_own
 from grpo.config.sampling_settings import AnswerSection, DataSection, TurnsSection
 
-ANSWERING = "grpo.yaml"  # the file in a model's folder, with the settings of SECTIONS by which it was trained
+ANSWERING = "grpo.yaml"  # the file in a model's folder, with the settings by which it was trained
 SECTIONS = AnswerSection, DataSection, RewardSection, TurnsSection
 
 # Settings that a model's file cannot make: it must not choose code that a program runs.
@@ -31,7 +31,7 @@ def write_answering(config: Any, folder: Path) -> None:
 
 
 def read_answering(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the path of a model's grpo.yaml and its settings, those of SECTIONS; without such a file ("", {}). Raises
+    """Return the path of a model's grpo.yaml and its known settings; without such a file ("", {}). Raises
     ConfigError if the file cannot be read, or `model` is a path that does not exist."""
     folder = Path(model).expanduser()
     path = folder / ANSWERING if folder.exists() else _find_on_hub(model)

@@ -106,7 +106,8 @@ class PoolClient:
 
     def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
         """Send groups; return the pool's answer to each: "accepted", "already there" or "not wanted". `weights`: number
-        and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's."""
+        and SHA-256 of the versions that drew them. Raises ResultRefused if a group is no task's, and ServerError for
+        more bytes than a pool takes."""
         body = encode_drawn(drawn, weights)
         if len(body) > wire.BODY_BYTES:
             groups = ", ".join(str(each.group) for each in drawn)

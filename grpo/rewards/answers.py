@@ -360,17 +360,17 @@ def same_expression(text: str, gold: str) -> bool:
     but those that name the unknown ("x", "|z|")."""
     if BASE.search(text) and BASE.findall(text) != BASE.findall(gold):
         return False
-    if EQUALS.search(text):
-        if EQUALS.search(gold) and ("'" in text) != ("'" in gold):  # y' = 2x
-            return False
-        named = {} if EQUALS.search(gold) else name_values(text)
-        if named and named.keys() <= {*"xyz"}:  # of other letters nobody knows the gold's order
-            text = ", ".join(f"{name} = {named[name]}" for name in sorted(named))
-    elif named := name_values(gold):  # math-verify would take a set
+    is_equation, is_gold_equation = (bool(EQUALS.search(side)) for side in (text, gold))
+    if is_equation and is_gold_equation and ("'" in text) != ("'" in gold):  # y' = 2x
+        return False
+    if not is_equation and (named := name_values(gold)):  # math-verify would take a set
         text = text if BRACKETS.fullmatch(text) else f"({text})"
         gold = f"({', '.join(named[name] for name in sorted(named))})"
     chains = []
-    if EQUALS.search(text) and not EQUALS.search(gold):
+    if is_equation and not is_gold_equation:
+        named = name_values(text)
+        if named and named.keys() <= {*"xyz"}:  # of other letters nobody knows the gold's order
+            text = ", ".join(f"{name} = {named[name]}" for name in sorted(named))
         chains = [split(element, EQUALS.pattern) for element in split(text, ",")]
         chains = [[*sides, strip_delimiters(value.strip())] for *sides, value in chains]
         text = ", ".join(chain[-1] for chain in chains)

@@ -1,8 +1,9 @@
 """Checkpoints: a run continues from one as if nothing had happened. Each is whole or does not exist.
 
 `checkpoint-STEP` is a model that `from_pretrained` reads. The files beside it are for this run only: `engine/` has
-DeepSpeed's weights, optimizer and schedule, `rank-K.pickle` a rank's random states and the completions that it has
-drawn and not yet trained on, `progress.json` the rest. Unpickling runs code: resume only from checkpoints you trust.
+DeepSpeed's weights, optimizer and schedule, `rank-K.pickle` a rank's random states, and the completions that it has
+drawn and not yet trained on, with what functions logged, `progress.json` the rest. Unpickling runs code: resume only
+from checkpoints you trust.
 """
 
 import logging

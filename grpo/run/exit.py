@@ -35,10 +35,10 @@ from grpo.config.errors import (
     allow_open_files,
     first_here,
     is_first_rank,
-    leave_signals_to_this_process,
     on_stop_signals,
     program_name,
     ranks_here,
+    reset_signals_in_forks,
     say_once,
 )
 from grpo.run.run_folder import is_stop_asked
@@ -88,7 +88,7 @@ class StopSignals:
         os.set_blocking(wakeup, False)
         on_stop_signals(lambda *_: None)
         signal.set_wakeup_fd(wakeup)
-        leave_signals_to_this_process()
+        reset_signals_in_forks()
         sys.stdout = _Output(sys.stdout, partial(self._ask_unless_asked, "stdout was closed"))
         sys.stderr = _Output(sys.stderr, partial(self._ask_unless_asked, "stderr was closed"))
         threading.Thread(target=self._read_signals, name="signals", daemon=True).start()

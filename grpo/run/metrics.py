@@ -69,16 +69,13 @@ class Stats:
 
 
 def add_stats(stats: dict[str, Stats], values: Mapping[str, Any]) -> None:
-    """Add numbers to those of the same name. A name may end with a colon and one of STATISTICS, but for that of a
-    Stats."""
+    """Add numbers to those of the same name. A name may end with a colon and one of STATISTICS; a Stats has its own."""
     for key, value in values.items():
-        if isinstance(value, Stats):
-            stats[key] = stats[key] + value if key in stats else value
-            continue
         name, _, statistic = key.rpartition(":")
-        if not name or statistic not in STATISTICS:  # a reward server's host:port is in the name of its rewards
+        # A reward server's host:port is in the name of its rewards, and a name of the user's may end as a statistic.
+        if isinstance(value, Stats) or not name or statistic not in STATISTICS:
             name, statistic = key, "mean"
-        numbers = Stats.of(value, statistic)
+        numbers = value if isinstance(value, Stats) else Stats.of(value, statistic)
         stats[name] = stats[name] + numbers if name in stats else numbers
 
 

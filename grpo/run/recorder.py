@@ -103,9 +103,8 @@ class Mlflow:
             mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "grpo"))
             before = mlflow.search_runs(filter_string=f"tags.grpo_run_id = '{run_id}'", output_format="list")
             known = before[0].info.run_id if before else None
-            client = mlflow.MlflowClient()
-            files = client.list_artifacts(known, "completions") if before else []
-            self._there = {file.path for file in files}  # of an earlier start
+            files = mlflow.MlflowClient().list_artifacts(known, "completions") if before else []
+            self._tables = {file.path for file in files}  # of an earlier start
             mlflow.start_run(run_id=known, run_name=folder.name, tags={"grpo_run_id": run_id})
             if not before:  # MLflow refuses to change a parameter
                 mlflow.log_params(asdict(config))
@@ -123,7 +122,7 @@ class Mlflow:
     def completions(self, step: int, phase: str, samples: Samples) -> None:
         name = f"completions/{phase}-{step:06}.json"
         with self._warned():
-            if name not in self._there:  # log_table would append the same again
+            if name not in self._tables:  # log_table would append the same again
                 self._mlflow.log_table(to_columns(samples), name)
 
     def close(self) -> None:

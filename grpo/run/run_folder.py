@@ -15,7 +15,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -85,8 +85,9 @@ def find_run_folder(config: RecordSection) -> Path:
     folder = checkpoint.parent if checkpoint else Path(config.output_dir or name_by_time())
     if config.resume_from_checkpoint is None:
         check_unused("output_dir", folder, may_have_begun=True)
-    if checkpoint is None:
-        _check_not_replaced("output_dir", folder, lambda: _not_of_a_run(folder))
+    # A trainer locks its folder before it writes.
+    if checkpoint is None and not any(os.path.exists(folder / name) for name in (LOCK, "metrics.jsonl")):
+        _check_not_replaced("output_dir", folder, "config.yaml", "model")
     check_writable("output_dir", folder)
     return folder
 
@@ -140,7 +141,8 @@ def writable(field: str, folder: Path) -> Iterator[None]:
 
 
 def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None:
-    """Raise ConfigError if the folder has an evaluation or a run; with `may_have_begun`, a run that did a step."""
+    """Raise ConfigError if the folder has a run, an evaluation, or files that one would replace; with `may_have_begun`,
+    a run that did a step, or an evaluation."""
     with writable(field, folder):  # reading may fail too, as with a name that is too long
         metrics = folder / "metrics.jsonl"
         has_run = any(record["step"] > 0 for record in read_records(metrics)) if may_have_begun else metrics.exists()
@@ -148,21 +150,12 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
     if is_used:
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
     if not may_have_begun:
-        _check_not_replaced(field, folder, lambda: ["config.yaml", "completions.jsonl"])
+        _check_not_replaced(field, folder, "config.yaml", "completions.jsonl")
 
 
-def _not_of_a_run(folder: Path) -> list[str]:
-    """Return the names that a run would replace, and that no run has made: a trainer locks its folder before it
-    writes."""
-    is_of_a_run = (folder / LOCK).exists() or (folder / "metrics.jsonl").exists()
-    return [] if is_of_a_run else ["config.yaml", "model"]
-
-
-def _check_not_replaced(field: str, folder: Path, names: Callable[[], list[str]]) -> None:
+def _check_not_replaced(field: str, folder: Path, *names: str) -> None:
     """Raise ConfigError if the folder has one of these."""
-    with writable(field, folder):
-        there = [name for name in names() if (folder / name).exists()]
-    if there:
+    if there := [name for name in names if os.path.exists(folder / name)]:
         raise ConfigError(f"{field}='{folder}': its {' and '.join(there)} would be replaced: name another folder")
 
 

@@ -156,7 +156,7 @@ class PoolSampler(Sampler):
                 if arrived and on_groups is not None:
                     on_groups(arrived)
             # Not in a collective, whose time is limited: workers draw one rank's groups after another's.
-            while self._others_are_drawn():
+            while self._others_are_drawn():  # the end is noticed a fiftieth of the time too late, at most
                 time.sleep(min(_LONG_POLL, max(0.05, (time.monotonic() - began) / 50)))
         return [groups[index] for index in range(len(examples))]
 

@@ -80,9 +80,9 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
     return metrics
 
 
-def evaluate_if_owed(run: Run) -> dict[str, float]:
-    """Return the last step's evaluation, made now if the run begins, if a reward failed in it and ended the run, or if
-    a callback has just made the step the last one."""
+def evaluate_if_missing(run: Run) -> dict[str, float]:
+    """Return the last step's evaluation. Make it if it is due and missing: the run begins, a reward failed in it and
+    ended the run, or a callback has just made the step the last one."""
     step, evaluated = run.progress.step, run.progress.evaluated
     if evaluated or not run.evaluation_is_due(step):
         return evaluated
@@ -249,8 +249,7 @@ def raise_if_over(run: Run, step: int, result: StepResult, lost: list[Exception]
     if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
         raise EndRun(f"steps {', '.join(map(str, bad_steps))} taught the policy nothing: the last {result.fault}")
     asked = max(gather(run.stop.asked))  # also what came in an evaluation, or while something was saved
-    is_last = step == run.config.max_steps or run.progress.stopped_of > 0
-    if asked and not is_last:
+    if asked and not run.is_last(step):
         by = "grpo stop" if asked == FOR_GOOD else f"signal {asked}"
         raise EndRun(f"stopped by {by}", code_of(asked))
 

@@ -78,9 +78,12 @@ class Run:
         self.progress.ref_step = step
         self.publisher.publish(step, needed=self.checkpoints.references())
 
+    def is_last(self, step: int) -> bool:
+        """Tell whether the run ends with this step, at max_steps or by its callback."""
+        return step == self.config.max_steps or self.progress.stopped_of > 0
+
     def evaluation_is_due(self, step: int) -> bool:
-        is_last = step == self.config.max_steps or self.progress.stopped_of > 0
-        return bool(self.inputs.held_out) and (is_last or step % self.config.eval_steps == 0)
+        return bool(self.inputs.held_out) and (self.is_last(step) or step % self.config.eval_steps == 0)
 
 
 def set_up(
@@ -209,20 +212,15 @@ def _begin(
     belongs to it; `reference` is the one that the servers have."""
     config = checkpoints.config
     if checkpoint is None:
-        progress = Progress(
-            beta=config.beta,
-            entropy_coef=config.entropy_coef,
-            reference=checkpoints.reference,
-            logged=rounds.logged,
-        )
+        progress = Progress(beta=config.beta, entropy_coef=config.entropy_coef, reference=checkpoints.reference)
         if publisher is not None:
             publisher.begin(reference)
     else:
         progress = checkpoints.load(checkpoint, engine)
-        rounds.logged = progress.logged
         rounds.stream.signals = progress.signals
         if publisher is not None:
             publisher.resume(progress.ref_step, progress.reference)
+    rounds.logged = progress.logged  # the same dict: a checkpoint has what no step has recorded yet
     for scorer in rounds.scorers:
         scorer.ask_again(progress.batches)
     return progress

@@ -65,12 +65,11 @@ def step_result(
     progress.flat_steps = progress.flat_steps + 1 if is_flat else 0
     progress.bad_steps = [*progress.bad_steps, step] if fault else []
     own = _metrics(run, everyone, applied=applied, masked=masked) | _adapt(run, everyone, learns)
-    taken = {*others, *own, "step"}
-    clashing = [name for name in sorted(of_updates) if name in taken or name.startswith("eval_")]
-    clashes = [f"the loss returns {name!r}" for name in clashing]
+    taken = others | own
+    clashes = [f"the loss returns {name!r}" for name in sorted(of_updates) if _is_taken(name, taken)]
     metrics = {"loss": 0.0, **step_metrics(everyone), **own}
     for name, numbers in _with_prefix(everyone, _LOGGED):
-        if name in metrics or name == "step" or name.startswith("eval_"):
+        if _is_taken(name, metrics):
             clashes.append(f"log_metric: a reward function logs {name!r}")
         else:
             metrics[name] = numbers.mean
@@ -107,6 +106,11 @@ def _fault(run: Run, completions: int, *, drew: bool, masked: bool, applied: boo
             f"{run.folder / 'completions.jsonl'}: see 'Steps have no reward' in docs/troubleshooting.md"
         )
     return ""
+
+
+def _is_taken(name: str, row: Mapping[str, Any]) -> bool:
+    """Tell whether a row of metrics.jsonl has another value of this name, or may get one from an evaluation."""
+    return name in row or name == "step" or name.startswith("eval_")
 
 
 def _with_prefix(stats: Mapping[str, Stats], prefix: str) -> list[tuple[str, Stats]]:

@@ -19,7 +19,7 @@ import socket
 import sys
 from typing import Any
 
-from grpo.config.errors import ConfigError, leave_signals_to_this_process
+from grpo.config.errors import ConfigError, reset_signals_in_forks
 from grpo.usercode.guard import fork_below_guard, yield_memory
 
 
@@ -29,7 +29,7 @@ def run_worker(descriptor: int) -> None:
     # handler, not SIG_IGN: processes that the user's code starts would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     fork_below_guard(descriptor)
-    leave_signals_to_this_process()
+    reset_signals_in_forks()
     os.setsid()
     sys.stdout.reconfigure(line_buffering=True)  # show what a function printed before it hung
     # Code that reads input must neither wait for it nor read the guard's.

@@ -68,8 +68,8 @@ class PoolJournal(Journal):
             self._rollouts.pop((seed, task.group, number), None)
 
     def add(self, episode: Name, request: str, drawn: Drawn, done: Future[Drawn]) -> None:
-        """See Journal.add. A task that is closed is over: its program gave up while its answer was drawn, and whoever
-        waits for that finds the episode over."""
+        """Do what Journal.add says. Keep nothing for a closed task, whose program gave up while its answer was drawn:
+        whoever waits for that finds the episode over."""
         if episode[:2] in self._open:
             super().add(episode, request, drawn, done)
         else:
@@ -77,7 +77,6 @@ class PoolJournal(Journal):
 
     def _keep(self, episode: Name, line: bytes, hand_over: Callable[[], None]) -> None:
         seed, group, _ = episode
-        # A task that is closed is over: a program was killed while its answer was drawn.
         if (opened := self._open.get((seed, group))) is not None:
             self._parts.put(_Part(opened=opened, line=line, hand_over=hand_over))
             self._sender.submit(self._send)

@@ -233,7 +233,7 @@ def test_a_request_may_have_another_temperature_where_the_run_allows_it(desk):
         with pytest.raises(openai.BadRequestError) as raised:
             ask(**{name: value})
         assert raised.value.param == name
-    evaluated = replace(session.limits, temperature=1.0, drawn_at=0.5)  # by eval_temperature
+    evaluated = replace(session.limits, temperature=1.0, draw_temperature=0.5)  # by eval_temperature
     body = json.dumps({"messages": QUESTION, "temperature": 0.2}).encode()
     assert find_scale(read_request(body), evaluated) == 2.5
     greedy, *_ = nodes = session.episode.nodes
@@ -313,7 +313,7 @@ def test_what_an_ended_episode_waits_for_is_not_drawn(desk):
 def test_no_programs_clock_runs_while_its_request_waits_for_another_programs(desk):
     gateway, waits, count = Gateway(episodes=150, segments=1), [], 150
     drawer = types.SimpleNamespace(submit=lambda segment: None)  # whose rows are all in use
-    temperatures = {"temperature": TEMPERATURE, "drawn_at": TEMPERATURE}
+    temperatures = {"temperature": TEMPERATURE, "draw_temperature": TEMPERATURE}
     limits = EpisodeLimits(longest=LONGEST, context=CONTEXT, turns=1, **temperatures)
     keys = []
     for number in range(count):

@@ -45,7 +45,7 @@ def test_the_upper_clip_follows_from_the_lower_one_and_without_a_server_a_port_i
 IMPOSSIBLE = {
     "--temperature 0": "temperature=0.0: training and evaluation draw samples",
     "--eval_temperature 0.2": "eval_temperature=0.2: it does nothing without num_generations_eval above 0",
-    "--lr_scheduler_type constant --warmup_steps 50": "warmup_steps=50.0: constant has none: use constant_with_warmup",
+    "--lr_scheduler_type constant --warmup_steps 50": "warmup_steps=50.0: a constant rate has none: use",
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --kl_in_reward": "kl_in_reward=True: it needs rewards",
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --soft_punish_cache 4": "soft_punish_cache=4: it needs",
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --advantage_estimator passk": (

@@ -85,12 +85,13 @@ def test_the_starting_point_is_accepted_and_nothing_is_overwritten(init, tmp_pat
     assert config.reward_funcs == ["rewards.py:right_number", "rewards.py:brevity"] and not config.starts_server
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     (tmp_path / "config.yaml").unlink()
+    del before[tmp_path / "config.yaml"]
     assert init("my run") == 0 and "next:  cd 'my run' && grpo launch" in capsys.readouterr().out
     assert init(300 * "a") == 2 and "File name too long: name a folder that can be written" in capsys.readouterr().err
     assert init() == 2
     assert "it has rewards.py, data/train.jsonl, data/test.jsonl already" in capsys.readouterr().err
     assert not (tmp_path / "config.yaml").exists()
-    assert all(path.read_bytes() == content for path, content in before.items() if path.exists())
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize(

@@ -64,17 +64,15 @@ def test_every_name_becomes_a_metric_by_the_statistic_that_it_was_added_with():
         "loss": 0.75,
     }
     assert stats["tokens"].total == 8  # kept for the program
-    of_user: dict = {}
-    add_stats(
-        of_user, {"log_metric:max:none": [1.0], "log_metric:len:max:none": [2.0], "log_metric:len:min:none": [3.0]}
-    )
+
+
+def test_a_users_name_that_ends_as_a_statistic_stays_whole_when_ranks_are_joined():
+    numbers = {"log_metric:max": 1.0, "log_metric:len:max": 2.0, "log_metric:len:min": 3.0}
+    of_rank: dict = {}
+    add_stats(of_rank, {f"{name}:none": [number] for name, number in numbers.items()})
     joined: dict = {}
-    add_stats(joined, of_user)
-    assert {name: stats.mean for name, stats in joined.items()} == {
-        "log_metric:max": 1.0,
-        "log_metric:len:max": 2.0,
-        "log_metric:len:min": 3.0,
-    }
+    add_stats(joined, of_rank)
+    assert {name: stats.mean for name, stats in joined.items()} == numbers
 
 
 def test_phases_add_up_and_one_inside_another_counts_once_and_a_cpu_has_no_peaks(monkeypatch):

@@ -176,7 +176,7 @@ def test_all_ranks_end_alike_whichever_of_them_were_asked(by_rank, code, told, m
     """After a step, and where what they wait for is lost."""
     monkeypatch.setattr(record, "gather", lambda _: by_rank)
     for asked in by_rank:
-        run = Mock(stop=Mock(asked=asked), progress=Mock(bad_steps=[], stopped_of=0), config=Mock(max_steps=9))
+        run = Mock(stop=Mock(asked=asked), progress=Mock(bad_steps=[]), is_last=lambda step: step == 9)
         with pytest.raises(EndRun) as end, record.saved_at_the_end(run):
             raise ServersLost("the reference is away")
         assert end.value.code == code and run.checkpoints.leave.call_count == 1

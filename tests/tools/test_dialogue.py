@@ -131,7 +131,7 @@ def test_a_chat_whose_template_wants_calls_otherwise_says_what_helps(open_talks)
         {"role": "tool", "name": "add", "content": "2"},
     ]
     conversation.answered(SimpleNamespace(outcome=Outcome(finished=True, messages=talked)))
-    with pytest.raises(NotAsked, match="nine characters.*; begin a new one with /new, or use --no_keep_history"):
+    with pytest.raises(NotAsked, match="nine characters.*; begin a new conversation with /new, or use --no"):
         conversation.ask("Again?")
     conversation.begin()
     conversation.ask("Again?")
