@@ -342,9 +342,9 @@ def _follow(program: list[str], config: Path, environment: Mapping[str, str]) ->
     process = start_program([*program, "--config", str(config)], environment, **streams)
     lines = _lines_of(process)
     errors: list[str] = []
-    interrupted = False
+    interrupted = is_over = False
     with _signals_passed_on(process), closing(_Screen()) as screen:
-        while process.returncode is None:
+        while not is_over:
             try:
                 while line := lines.get():
                     if error := _ERROR.search(line):
@@ -352,6 +352,7 @@ def _follow(program: list[str], config: Path, environment: Mapping[str, str]) ->
                     else:
                         screen.show(line.rstrip("\n"))
                 process.wait()
+                is_over = True
             except KeyboardInterrupt:
                 interrupted = True
                 process.send_signal(signal.SIGINT)

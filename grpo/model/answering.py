@@ -18,8 +18,9 @@ SECTIONS = AnswerSection, DataSection, RewardSection, TurnsSection
 
 # Settings that a model's file cannot make: it must not choose code that a program runs.
 CODE = "tools", "environment", "agent"
-_OF_AGENT = "agent", "agent_history"
+_OF_AGENT = "agent", "agent_history", "agent_may_sample", "agent_failure_reward"
 _NAMES = [*(field.name for section in SECTIONS for field in fields(section)), *_OF_AGENT]
+_OF_TOOLS = {field.name for field in fields(TurnsSection)} - {"max_turns", "tool_call_parser", *CODE}
 _TURNS = {*(field.name for field in fields(TurnsSection)), *_OF_AGENT}
 _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat ask as this file says.\n"
 
@@ -62,7 +63,9 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
     used = {name: value for name in CODE if (value := settings.pop(name, None))}
     without = given.isdisjoint(CODE)
     if given.isdisjoint(("agent", "environment")):  # an environment may be an agent
-        settings.pop("agent_history", None)
+        settings = {name: value for name, value in settings.items() if name not in _OF_AGENT[1:]}
+    elif given.isdisjoint(("tools", "environment")):  # the limits of tools are none of an agent's
+        settings = {name: value for name, value in settings.items() if name not in _OF_TOOLS}
     settings = {name: settings[name] for name in settings if name in known - given and not (without and name in _TURNS)}
     if used and without and known.issuperset(CODE):
         code = " and ".join(f"{name} {value}" for name, value in used.items())

@@ -146,7 +146,7 @@ def open_box(text: str) -> str:
 
 AND = re.compile(r"\s*,\s*(?:and\s+)?|\s+and\s+")
 ANOTHER_CHOICE = re.compile(r"\b(?!A [a-z])[A-J]\b|\b[a-j][).:]|\b(?:or|nor|not|either|neither|maybe|perhaps)\b")
-GOLD_CHOICE = re.compile(r"\(?([A-J])[.:)]\\?\s.+")  # with what it stands for
+GOLD_CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:](?=\\?\s*[-$\\(0-9]))\\?\s.+")  # with what it stands for
 # Capitals matter in other golds, which may be names or variables.
 ANY_CASE = re.compile(
     "[a-zß-ÿ]{3,}|[A-ZÀ-Þ]?[a-zß-ÿ]+(?: [a-zß-ÿ]+)+|(?i:true|false|yes|no|even|odd|none|both|neither)"
@@ -280,8 +280,9 @@ def read_value(side: str, allow_unit: bool = True) -> tuple[Fraction | None, str
     if number is not None:
         return number, side if "%" in side else write_value(number), unit
     found = [match for match in LATEX_UNIT.finditer(side) if is_unit(" " + match[match.lastindex].strip())]
-    # Bare letters after an expression may be variables, unless they are a known unit.
-    found = [match for match in found if match[1] is not None or read_unit(match[0])[0]]
+    # A few bare letters after an expression may be variables, unless they are a known unit.
+    is_sure = [match[1] is not None or re.search("[A-Za-z]{4}", match[0]) or read_unit(match[0])[0] for match in found]
+    found = [match for match, sure in zip(found, is_sure, strict=True) if sure]
     for match in reversed(found):
         side = f"{side[: match.start()]} {side[match.end() :]}"
     side = MIXED.sub(lambda match: write_value(int(match[1]) + Fraction(match[2])), side)
@@ -291,7 +292,7 @@ def read_value(side: str, allow_unit: bool = True) -> tuple[Fraction | None, str
 # Names of units, each with the other ways to write it.
 UNIT_NAMES = """second s sec|minute min|hour h hr|day|week wk|month mo|year yr|metre m meter|centimetre cm centimeter
 |millimetre mm millimeter|kilometre km kilometer|inch in inches|foot ft feet|yard yd|mile mi|gram g gm|kilogram kg kilo
-|milligram mg|pound lb £|ounce oz|ton tonne|litre l liter|millilitre ml milliliter|gallon gal|quart qt|pint pt|unit
+|milligram mg|pound lb £|ounce oz|ton tonne|litre l liter|millilitre ml milliliter|gallon gal|cup|quart qt|pint pt|unit
 |dollar $ usd buck|cent ct ¢|euro €|rupee ₹|percent|degree °|celsius c|fahrenheit f|radian rad
 |kilometre/hour kmh kph|mile/hour mph"""
 UNIT_NAMES = {word: names.split()[0] for names in UNIT_NAMES.split("|") for word in names.split()}
@@ -329,6 +330,7 @@ IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\{,\}|\\!|\^\s*(?:\\circ|\{\
 INEQUALITY = re.compile(r"[<>]|\\[lg]eq?(?![A-Za-z])")
 AND_OR = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+SPACES = re.compile(r"\\(?:q?quad(?![A-Za-z])|[,;: ])|~")
 WHOLE_NUMBERS = re.compile("[1-9][0-9]*(?:,[1-9][0-9]*)+")
 IN_DEGREES = re.compile(  # math-verify computes in radians
     r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^[0-9]|\^\{[0-9]\})?\s*(?:\\left)?\s*\(?\s*)([0-9]+(?:\.[0-9]+)?)"
@@ -384,6 +386,7 @@ def same_expression(text: str, gold: str) -> bool:
 
 def name_values(side: str) -> dict[str, str]:
     """Return the value of each letter of "x = 1, y = 2"; none for any other text, also "x = 1, x = 2"."""
+    side = SPACES.sub(" ", side)
     pairs = [[part.strip() for part in split(element, EQUALS.pattern)] for element in split(side, ",")]
     is_named = len(pairs) > 1 and all(len(pair) == 2 and re.fullmatch("[A-Za-z]", pair[0]) for pair in pairs)
     named = dict(pairs) if is_named else {}

@@ -200,7 +200,8 @@ class Checkpoints:
         with open(unfinished / f"rank-{self.rank}.pickle", "wb") as file:
             is_trained_on = progress.round != progress.step // self.config.updates_per_round
             batches = [] if is_trained_on else progress.batches
-            pickle.dump({"random": random_states(), "batches": batches, "logged": progress.logged}, file)
+            logged = {} if is_trained_on else progress.logged  # a round that is drawn again is logged again
+            pickle.dump({"random": random_states(), "batches": batches, "logged": logged}, file)
         # Each rank sums the files that it wrote: its machine still has them in memory.
         names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
         sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self.rank]))

@@ -92,6 +92,8 @@ class RunDescription:
         for name in sorted(saved["settings"].keys() | ours["settings"].keys()):
             if name == "max_steps" and self._longer_changes_nothing():
                 continue
+            if name == "warmup_steps" and self.config.lr_scheduler_type == "constant":  # which has none
+                continue
             now = ours["settings"].get(name)
             if name in USER_FILES:
                 there, here = _absolute(before[name], saved["directory"]), _absolute(now, ours["directory"])

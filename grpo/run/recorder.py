@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import json
 import logging
 import os
 import platform
@@ -201,11 +200,14 @@ class Recorder:
             tracker.metrics(step, values)
 
     def complete(self, step: int, values: Mapping[str, float]) -> None:
-        """Add values to the last line, which is this step's."""
+        """Add values to this step's line, the last one, or write it if it is not there."""
         with open(self._metrics.name, "rb+") as file:
-            *before, last = file.read().splitlines(keepends=True)
-            file.seek(sum(map(len, before)))
-            file.write(to_json({**json.loads(last), **values}).encode())
+            *before, last = file.read().splitlines(keepends=True) or [b""]
+            record = read_record(last) or {}
+            is_there = record.get("step") == step
+            file.seek(sum(map(len, before)) + (0 if is_there else len(last)))
+            file.write(to_json({**(record if is_there else {"step": step}), **values}).encode())
+            file.truncate()
         for tracker in self._trackers:
             tracker.metrics(step, values)
 

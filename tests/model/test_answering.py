@@ -157,6 +157,7 @@ def test_a_model_that_an_agent_asked_is_asked_as_then_where_it_is_named_again(mo
     (program := tmp_path / "solve.py").write_text("def solve(): ...")
     (game := tmp_path / "game.py").write_text("class Game: ...")
     turns = {"max_turns": 3, "agent_history": "rendered", "tool_call_parser": "hermes"}
+    turns |= {"agent_may_sample": True, "agent_failure_reward": -1.0}
     config = TrainerConfig(agent=f"{program}:solve", reward_funcs=["format_reward"], **turns)
     save_model(model, tokenizer, tmp_path / "model", config)
     for config_class in (EvaluateConfig, ChatConfig):
@@ -164,9 +165,12 @@ def test_a_model_that_an_agent_asked_is_asked_as_then_where_it_is_named_again(mo
         assert (asked.agent, asked.max_turns) == (None, None)
         assert f"agent {program}:solve, and is asked without" in capsys.readouterr().err
         asked = parsed(config_class, "--model", tmp_path / "model", "--agent", f"{program}:solve")
-        assert (asked.max_turns, asked.agent_history, asked.tool_call_parser) == (3, "rendered", "hermes")
+        assert {name: getattr(asked, name) for name in turns} == turns
         asked = parsed(config_class, "--model", tmp_path / "model", "--tools", f"{game}:Game")
         assert (asked.max_turns, asked.agent_history) == (3, "drawn")
+    config = TrainerConfig(tools=[f"{game}:Game"], max_turns=3, tool_timeout=7.0, max_tool_response_length=9)
+    save_model(model, tokenizer, tmp_path / "other", config)
+    assert parsed(ChatConfig, "--model", tmp_path / "other", "--agent", f"{program}:solve").max_turns == 3
 
 
 def test_a_trainer_that_asks_something_else_says_so(saved, caplog):

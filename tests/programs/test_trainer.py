@@ -153,7 +153,8 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
 FAILS = """
 import os
 
-def grade(prompts, completions, trainer_state, **columns):
+def grade(prompts, completions, trainer_state, log_metric, **columns):
+    log_metric("rank", float(os.environ["RANK"]))
     if (os.environ["RANK"], trainer_state.global_step) == FAILING:
         raise KeyError("a mistake")
     return [float(len(text)) for text in completions]
@@ -182,6 +183,7 @@ def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder
     finish(1, words)
     rows = lines(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 4] and "loss" in rows[-1] and len(rows) == 5
+    assert [row["rank"] for row in rows[1:]] == [0.5] * 4  # of a round that was drawn again nothing counts twice
 
 
 @pytest.mark.slow

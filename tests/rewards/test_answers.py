@@ -145,7 +145,11 @@ EQUAL = {
         B | The answer is \boxed{B}. | \boxed{\text{B}}
     """,
     "values of several letters, lists, unions": r"""
-        (1,2) | x=1, y=2 | y=2, x=1 | y = 2, x = 1
+        (1,2) | x=1, y=2 | y=2, x=1 | y = 2, x = 1 | y = 2,\ x = 1
+        \frac{3}{4} cups | \frac{3}{4} | \frac{6}{8} cup
+        \frac{3}{4} | \frac{3}{4} cups
+        10 | \binom{5}{2} ways
+        2^5 subsets | 32
         x=2, y=3 | 2, 3 | (2,3)
         x=2, x=3 | 3, 2
         100, 200 | 100,200
@@ -191,6 +195,7 @@ DIFFERENT = {
     "values of other letters, letters of no unit": r"""
         (1,2) | y=1, x=2
         x=2, y=3 | 3, 2 | (3,2)
+        x=1,\ y=2 | (2,1) | 2, 1
         x=2, y=3, z=4 | 2,4,3
         5 | \(-x = 5\)
         \sqrt{5} | -x = \sqrt{5}
@@ -204,6 +209,8 @@ DIFFERENT = {
     "no name, another choice": r"""
         5 | 3 or x = 5 | or = 5 | 2x = 5 | x/2 = 5 | no = 5
         B) 12 | C | A | B) 13
+        A. Smith | A
+        C. elegans | C
     """,
     "what only begins alike": r"""
         \frac{1}{2} | √½

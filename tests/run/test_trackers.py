@@ -1,6 +1,7 @@
 """What the services get that a run reports to: modules with the clients' interfaces write down their calls."""
 
 import importlib.util
+import json
 import sys
 from dataclasses import asdict
 from importlib.machinery import ModuleSpec
@@ -72,6 +73,22 @@ def test_a_run_that_goes_on_continues_under_its_id(client, name, tmp_path, monke
     metrics = {"reward": 0.5, "eval_pass@8": 0.25}
     expected = [(51, {"completions/train": train}), (52, {"completions/eval": held_out}), (52, metrics), "finish"]
     assert calls == 3 * expected
+
+
+def test_a_line_is_completed_and_no_other(tmp_path):
+    recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=-1)
+    recorder.complete(1, {"eval_reward": 0.25})
+    recorder.metrics(2, {"reward": 0.5})
+    for value in (0.123456789, 1.0):
+        recorder.complete(2, {"eval_reward": value})
+    recorder.complete(3, {"eval_reward": 2.0})
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "eval_reward": 0.25},
+        {"step": 2, "reward": 0.5, "eval_reward": 1.0},
+        {"step": 3, "eval_reward": 2.0},
+    ]
 
 
 @pytest.fixture
