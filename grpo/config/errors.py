@@ -89,8 +89,10 @@ def ending_at_ctrl_c() -> Iterator[None]:
     """Do as end_at_ctrl_c does in the `with` block."""
     before = signal.getsignal(signal.SIGINT)
     end_at_ctrl_c()
-    yield
-    signal.signal(signal.SIGINT, before)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wake_main_thread() -> None:

@@ -461,9 +461,11 @@ def test_what_a_program_does_harms_no_other(shop, run, tmp_path):
     finish(1, run("harmed", **words, max_steps=1, eval_steps=0, max_completion_length=8, use_peft=None))
     [row] = timeless(run.of("harmed"))
     failed = {name.rpartition("/")[2]: count for name, count in row.items() if name.startswith("agent/failures/")}
-    # The server may close the connection of a body that is too large before the client has sent it.
-    too_large = failed.pop("APIStatusError", 0) + failed.pop("APIConnectionError", 0)
-    assert failed == {"max_turns": 4, "AuthenticationError": 4} and too_large == 4
+    # The server may close the connection of a body that is too large before the client has sent it, and takes 1,280
+    # connections: of 2,000 one that is closed may end a program before a request of it is above the limit of turns.
+    refused = failed.pop("APIStatusError", 0) + failed.pop("APIConnectionError", 0)
+    many = failed.pop("max_turns")
+    assert failed == {"AuthenticationError": 4} and 1 <= many <= 4 and many + refused == 8
     records = [record for record in lines(run.of("harmed", "completions.jsonl")) if record["phase"] == "train"]
     whole = [record for record in records if int(record["prompt"].split(":")[0].split()[-1]) % 8 not in (1, 3, 7)]
     assert whole and all(record["rewards/judge"] in (0, 1) and record["rewards/solve"] is None for record in whole)
