@@ -81,8 +81,6 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
     config, progress = run.config, run.progress
-    if config.resume_from_checkpoint != "last":
-        progress.stopped_of = 0  # a checkpoint that is named is trained from
     evaluated = record.evaluate_if_missing(run)
     if progress.stopped_of >= config.max_steps:  # a callback's stop holds until more steps are asked for
         return

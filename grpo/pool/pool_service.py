@@ -82,11 +82,10 @@ class PoolService(Service):
         """Lease tasks to a worker; wait if none is free. Raises ProtocolError: 403 for a suspended worker, 404, 503."""
         run = self.store.run()
         self._check_welcome(self.leases.seen(lease))
-        tasks: list[Task] = []
+        tasks, takes_newest = [], run.in_flight_weight_updates
         if lease.room:
-            tasks = self._wait(lambda: self._take(lease), lease.wait, is_gone, lease.worker)
+            tasks = self._wait(lambda: self._take(lease, takes_newest), lease.wait, is_gone, lease.worker)
         metadata = {"lease_seconds": f"{LEASE_SECONDS:g}", "run": run.run}
-        takes_newest = run.in_flight_weight_updates
         if tasks or takes_newest:  # the newest is named without tasks too: workers learn of it
             versions = {version.version: version.sha256 for version in self.store.versions()}
             number = max(versions, default=-1) if takes_newest else tasks[0].version
@@ -172,13 +171,12 @@ class PoolService(Service):
         except ProtocolError:  # the database is away, which is in the log
             return None
 
-    def _take(self, lease: Lease) -> list[Task]:
+    def _take(self, lease: Lease, takes_newest: bool) -> list[Task]:
         """Lease the first free tasks to a worker, all of one version, and no more than its share. Else a worker that
         draws many groups at a time would leave none to those that ask a moment later."""
         with self.leases.changed, self.store.database.transaction(LEASES):
             self.leases.count()  # ends those of silent workers
             free = self.store.free_tasks(lease.room)
-            takes_newest = self.store.run().in_flight_weight_updates
             tasks = [task for task in free if takes_newest or task.version == free[0].version]
             if tasks and lease.room > 1:
                 count = self.store.count_open(None if takes_newest else tasks[0].version)

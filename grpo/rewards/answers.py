@@ -97,7 +97,7 @@ def same_value(text: str, gold: str) -> bool:
     text, gold = strip_delimiters(text), strip_delimiters(gold)
     if same_words(text, gold):
         return text != ""
-    if "=" not in gold and not name_values(text) and (match := VARIABLE.match(text)):
+    if "=" not in gold and (match := VARIABLE.match(text)) and not name_values(text):
         text = strip_delimiters(text[match.end() :].strip())
     written = text
     number, text, unit = read_value(text)

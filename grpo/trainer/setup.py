@@ -217,6 +217,8 @@ def _begin(
             publisher.begin(reference)
     else:
         progress = checkpoints.load(checkpoint, engine)
+        if config.resume_from_checkpoint != "last":
+            progress.stopped_of = 0  # a checkpoint that is named is trained from
         rounds.stream.signals = progress.signals
         if publisher is not None:
             publisher.resume(progress.ref_step, progress.reference)

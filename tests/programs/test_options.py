@@ -137,6 +137,9 @@ def test_a_callback_follows_a_run_saves_and_ends_it_with_its_best_model(run, dat
     shutil.rmtree(tmp_path / "run/model")  # as after a kill while it was being saved
     output, rows = run(**changes, resume_from_checkpoint="last")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and (tmp_path / "run/model/model.safetensors").exists()
+    del changes["callback"]
+    _, rows = run(**changes, resume_from_checkpoint=tmp_path / "run/checkpoint-4")  # whoever names it trains on
+    assert [row["step"] for row in rows] == [*range(10)]
 
 
 def test_the_step_that_a_callback_makes_the_last_is_evaluated_as_the_last(run, tmp_path):
