@@ -55,9 +55,10 @@ class WeightPublisher:
     processor: PictureProcessor | None = None
     _current: Path | None = None
 
-    def begin(self, reference: ModelInfo) -> None:
+    def begin(self, reference: ModelInfo) -> str:
         """Save the servers' first model, for mixtures and for a run that is resumed before the first update, or make it
-        the reference again. Raises ConfigError if a mixture needs it and the policy begins as another; as resume."""
+        the reference again; return its fingerprint. `reference` is their present one. Raises ConfigError if a mixture
+        needs the first one and the policy begins as another; as resume."""
         first: dict[str, str] = {}
         if self.folder is not None and has_begun(self.folder):
             with suppress(ValueError):  # a file that was being written when the run was killed
@@ -65,7 +66,7 @@ class WeightPublisher:
         first = from_first(first)
         if first.get("policy") == self.policy.fingerprint:
             self.resume(0, first["reference"])
-            return
+            return first["reference"]
         same = self.policy.fingerprint == reference.fingerprint
         if (alpha := self.config.ref_mixup_alpha) < 1 and not same:
             raise ConfigError(
@@ -74,7 +75,7 @@ class WeightPublisher:
             )
         weights = weights_to_save(self.model) if same else None
         if self.folder is None:
-            return
+            return reference.fingerprint
         folder = self.folder / "reference-0"
         if same:
             self._save(0, weights)
@@ -84,6 +85,7 @@ class WeightPublisher:
         fingerprints = {"policy": self.policy.fingerprint, "reference": reference.fingerprint}
         (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
         to_disk(folder)
+        return reference.fingerprint
 
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
         """Make the policy after this step the reference. Returns when no older one is used any more, and deletes them
@@ -98,6 +100,7 @@ class WeightPublisher:
     def resume(self, step: int, first: str) -> None:
         """Make the reference of this step's update the reference again, whatever the servers have by now. `first` is
         the fingerprint of their first model. Raises ServersLost if no server takes it, ConfigError if it is lost."""
+        self.client.connection.outdated.add(first)  # a server that starts again has it
         weights = None
         if self.folder is not None:
             self._current = self.folder / f"reference-{step}"

@@ -214,7 +214,7 @@ def _begin(
     if checkpoint is None:
         progress = Progress(beta=config.beta, entropy_coef=config.entropy_coef, reference=checkpoints.reference)
         if publisher is not None:
-            publisher.begin(reference)
+            progress.reference = publisher.begin(reference)
     else:
         progress = checkpoints.load(checkpoint, engine)
         if config.resume_from_checkpoint != "last":

@@ -344,6 +344,23 @@ def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
 
 
 @pytest.mark.slow
+def test_a_resumed_run_knows_a_server_that_comes_back_with_its_first_weights(model_folder, policy, tokenizer, tmp_path):
+    begun, run = copy.deepcopy(policy), tmp_path / "run"
+    with ExitStack() as servers:
+        server = servers.enter_context(open_server(model_folder, tmp_path))
+        first = describe_of(server)
+        with updated_by([server.url], policy, tokenizer, run) as (_, updates):
+            train(policy, 5)
+            updates.publish(5, needed={0})
+        client, updates = servers.enter_context(updated_by([server.url], begun, tokenizer, run))
+        check_answers(client, begun)
+        assert updates.begin(client.wait_ready(any_version=True)) == first  # whatever they have by now
+        server.end(signal.SIGKILL)
+        servers.enter_context(open_server(model_folder, tmp_path, port=server.port))
+        check_answers(client, begun)
+
+
+@pytest.mark.slow
 def test_a_kl_begins_anew_with_each_update_and_a_server_killed_between_two_changes_no_number(
     model_folder, data_folder, letters, tmp_path
 ):
