@@ -179,8 +179,9 @@ class FairQueue:
             rows = job.parts[0]
             prompt = len(job.sequences[rows[0]][0])
             tokens = [len(job.sequences[row][1]) for row in rows]
-            if batch and left < prompt + sum(tokens) <= self.budget:
-                break  # whole in the next pass
+            is_whole = prompt + sum(tokens) <= self.budget
+            if batch and left < prompt + (sum(tokens) if is_whole else tokens[0]):
+                break  # in the next pass, whose first turn it will be
             left -= prompt
             for count in tokens:
                 if batch and count > left:

@@ -97,6 +97,14 @@ def test_clients_take_turns_however_much_one_of_them_has_queued():
     assert firsts == [[20, 40], [21, 41], [22, 23], [24, 25]]
 
 
+def test_a_client_whose_rows_do_not_fit_beside_another_s_keeps_its_turn():
+    desk = Desk(budget=20)
+    greedy = [desk.ask([20 + number], [[1] * 6, [2] * 6], "greedy") for number in range(6)]  # 13 tokens each
+    large = desk.ask([40], [[3] * 9] * 3, "large")  # 28 tokens, above the budget; one completion has 10
+    desk.go(*greedy, large)
+    assert [row[0] for row in desk.fed()] == [20, 40, 21, 40, 22, 23, 24, 25]
+
+
 def test_a_large_request_is_spread_over_passes_and_a_small_one_need_not_wait_for_its_end():
     desk = Desk(budget=30)
     large = [[number] * 9 for number in range(1, 21)]
