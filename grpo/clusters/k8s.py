@@ -9,11 +9,13 @@ of their own, beside the nodes of the trainer.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 import secrets
 import shlex
+from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -27,7 +29,16 @@ log = logging.getLogger("grpo.launch")
 
 
 def start(config: LaunchConfig, roles: list[Role]) -> int:
-    """Write the manifests, or apply them. Raises ConfigError with kubectl's own words if they are refused."""
+    """Write the manifests, or apply them. Raises ConfigError for a run's folder that is in no volume, or with kubectl's
+    own words if they are refused."""
+    folder = PurePosixPath(config.output_dir)
+    in_volume = folder.is_absolute() and len(folder.parts) > 2
+    config.check(in_volume, output_dir="name a folder in the pods' shared volume, such as /runs/first")
+    kubectl, remedy = ["kubectl", *shlex.split(config.on_args or "")], "install it, or --render FILE"
+    if config.render is None and config.token is None:
+        # Pods of an earlier start may live on, with its token.
+        words = ["get", "secret", name_of(config), "--output=jsonpath={.data.token}"]
+        config.token = b64decode(run_tool(config, [*kubectl, *words], remedy).stdout).decode() or None
     text = manifests(config, roles)
     if config.render is not None:
         with writable("render", Path(config.render)):
@@ -37,24 +48,23 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
                 file.write(text)
         log.info("the manifests are in %s: kubectl apply -f %s", config.render, config.render)
         return 0
-    command = ["kubectl", *shlex.split(config.on_args or ""), "apply", "-f", "-"]
-    done = run_tool(config, command, "install it, or --render FILE", text=text)
+    done = run_tool(config, [*kubectl, "apply", "-f", "-"], remedy, text=text)
     config.check(done.returncode == 0, on=one_line(done.stderr))
     log.info("applied: kubectl logs --follow job/%s", name_of(config))
     return 0
 
 
 def name_of(config: LaunchConfig) -> str:
-    """Return the Job's name, of the run's folder."""
-    name = re.sub("[^a-z0-9]+", "-", PurePosixPath(config.output_dir).name.lower())
-    return f"grpo-{name[:40]}".strip("-")
+    """Return the Job's name: of the run's folder, with a digest of its path where Kubernetes allows no such name."""
+    folder = PurePosixPath(config.output_dir).name
+    name = re.sub("[^a-z0-9]+", "-", folder.lower())[:40].strip("-")
+    digest = hashlib.sha256(config.output_dir.encode()).hexdigest()[:8]
+    return "-".join(filter(None, ["grpo", name, "" if name == folder else digest]))
 
 
 def manifests(config: LaunchConfig, roles: list[Role]) -> str:
-    """Return the manifests as YAML. Raises ConfigError for a run's folder that is in no volume."""
+    """Return the manifests as YAML."""
     folder, name = PurePosixPath(config.output_dir), name_of(config)
-    in_volume = folder.is_absolute() and len(folder.parts) > 2
-    config.check(in_volume, output_dir="name a folder in the pods' shared volume, such as /runs/first")
     by_name, settings = {role.name: role for role in roles}, config.passed_on()
     pool = by_name.get("pool")
     if pool is not None:

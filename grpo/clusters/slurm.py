@@ -16,6 +16,7 @@ from pathlib import Path
 
 from grpo.clusters.plan import Role, fill_in, run_tool, share_of
 from grpo.config.command_line import to_yaml
+from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError, one_line, typed_command
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import writable
@@ -47,9 +48,10 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
 
 def job(config: LaunchConfig) -> str:
     """Return the script for sbatch."""
-    token = "head -c 32 /dev/urandom | base64"
+    # sbatch gives the job the variables of its own shell: the token itself stands in no script.
+    token = f'{{ printf %s "${{{TOKEN_VARIABLE}:-}}" | grep . || head -c 32 /dev/urandom | base64; }}'
     if config.token_file is not None:
-        token = f"cat {shlex.quote(str(Path(config.token_file).absolute()))}"
+        token = f"cat {shlex.quote(str(Path(config.token_file).expanduser().absolute()))}"
     return fill_in(
         "slurm.sbatch",
         command=one_line(typed_command(), None),

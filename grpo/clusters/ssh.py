@@ -49,7 +49,7 @@ def read_hosts(path: str) -> tuple[list[str], int]:
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
             continue
-        if (found := re.fullmatch(r"([\w.@:-]+)\s+slots=(\d+)", text)) is None or found[1] in slots:
+        if (found := re.fullmatch(r"([\w.@-]+)\s+slots=(\d+)", text)) is None or found[1] in slots:
             raise ConfigError(f"hostfile={path!r}: line {number} is {text!r}: write 'HOST slots=GPUS', each host once")
         slots[found[1]] = int(found[2])
     if not slots:

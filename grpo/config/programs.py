@@ -154,10 +154,11 @@ class LaunchConfig(TrainerConfig, ServerConfig):
         if self.on != "local":
             self._check_engine()
         elif self.nnodes == 1:
-            is_here = not self.starts_server or self.host in ("127.0.0.1", "localhost", "0.0.0.0")
-            self.check(is_here, host="the trainer asks the server at 127.0.0.1: use 0.0.0.0, or leave it out")
+            is_here = not (self.starts_server or self.workers) or self.host in ("127.0.0.1", "localhost", "0.0.0.0")
+            self.check(is_here, host="the trainer asks server and pool at 127.0.0.1: use 0.0.0.0, or leave it out")
         else:
             self.check(self.master_addr is not None, master_addr="name machine 0 as the others reach it")
+            self.check(":" not in self.master_addr, master_addr="server and pool listen by IPv4: use that, or a name")
             self.check(self.output_dir is not None, output_dir="name a folder on a disk that all machines share")
             reached = self.token is not None or not (self.starts_server or self.workers)
             self.check(reached, token_file="the other machines ask the reference server: name a file with a token")

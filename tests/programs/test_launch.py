@@ -96,8 +96,9 @@ def test_a_server_is_started_where_one_is_asked_and_none_is_named(settings, star
 
 def test_a_server_that_its_own_trainer_would_not_find_is_refused(monkeypatch):
     monkeypatch.setenv("GRPO_REF_TOKEN", "secret")
-    with pytest.raises(ConfigError, match="^host='192.0.2.1': the trainer asks the server at 127.0.0.1: use 0.0.0.0"):
-        LaunchConfig(host="192.0.2.1")
+    for settings in ({}, {"beta": 0.0, "workers": 1}):
+        with pytest.raises(ConfigError, match="^host='192.0.2.1': the trainer asks server and pool at 127.0.0.1"):
+            LaunchConfig(host="192.0.2.1", **settings)
 
 
 def test_what_no_run_can_be_started_with_is_refused_before_anything_starts(tmp_path):
@@ -110,6 +111,7 @@ def test_what_no_run_can_be_started_with_is_refused_before_anything_starts(tmp_p
         ({"nnodes": 2}, "master_addr=None"),
         ({"nnodes": 2, "master_addr": "node-1"}, "output_dir=None"),
         (MACHINES, "token_file=None: the other machines ask"),
+        (MACHINES | {"master_addr": "2001:db8::1"}, "master_addr='2001:db8::1': server and pool listen by IPv4"),
         ({"node_rank": 1}, "node_rank=1: of 1 machines"),
         ({"workers": 2, "pool": "http://a:1"}, "pool='http://a:1': workers get a pool of their own"),
         ({"workers": 1, "worker_args": "'"}, "worker_args=.*: No closing quotation: quote it as in a shell"),

@@ -80,8 +80,8 @@ def test_slurm_s_job_starts_a_launcher_of_the_same_run_on_each_node(tmp_path):
 FAKE_SLURM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in
-"srun "*) touch "$CALLS.began"; trap 'exit '$CODE TERM; while true; do sleep 0.1; done ;;
-"squeue "*%T) echo $STATE ;;
+"srun "*) trap 'exit '$CODE TERM; touch "$CALLS.began"; while true; do sleep 0.1; done ;;
+"squeue "*%T) echo $STATE; cp run-launch-*/token "$CALLS.token" ;;
 "squeue "*) echo "1.0 trainers" ;;
 "scancel "*) pkill -TERM -P $PPID -f /srun ;;
 "scontrol show node"*) echo NodeAddr=n1 ;;
@@ -102,13 +102,15 @@ def test_slurm_s_job_queues_itself_after_a_signal_but_not_after_scancel_or_the_l
         (tmp_path / name).write_text(FAKE_SLURM)
         (tmp_path / name).chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}
-    variables |= {"STATE": state, "CODE": str(code)}
+    variables |= {"STATE": state, "CODE": str(code)} | ({"GRPO_REF_TOKEN": "secret"} if code == 143 else {})
     variables |= {"SLURM_JOB_NODELIST": "n", "CALLS": f"{tmp_path}/calls", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     job = subprocess.Popen(["bash", tmp_path / "job"], env=variables, start_new_session=True)
     wait_until((tmp_path / "calls.began").exists, 20, job)
     # SLURM signals all processes of a cancelled job, and of another one the script alone.
     os.kill(job.pid, signal.SIGTERM) if state == "RUNNING" else os.killpg(job.pid, signal.SIGTERM)
     assert job.wait(20) == code
+    token = (tmp_path / "calls.token").read_text().strip()
+    assert token == "secret" if code == 143 else len(token) == 44
     assert ("scontrol requeue 1" in (tmp_path / "calls").read_text()) == is_queued
     assert not list(tmp_path.glob("run-launch-*"))
 
@@ -194,6 +196,36 @@ def test_a_rendered_token_is_for_nobody_else_to_read(tmp_path):
     assert len(secret["stringData"]["token"]) > 30 and file.stat().st_mode & 0o777 == 0o600
 
 
+FAKE_KUBECTL = """#!/bin/sh
+case "$*" in
+"--context=a get secret grpo-first "*) grep -o 'token: ".*"' "$APPLIED" | cut -d'"' -f2 | tr -d '\\n' | base64 -w 0 ;;
+"--context=a apply -f -") cat > "$APPLIED" ;;
+*) exit 1 ;;
+esac
+"""
+
+
+def test_pods_that_live_on_have_the_token_of_the_next_start(tmp_path, monkeypatch):
+    (tmp_path / "kubectl").write_text(FAKE_KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("APPLIED", str(tmp_path / "applied"))
+    applied = []
+    for _ in range(2):
+        assert k8s.start(*planned("--on=k8s", "--image=r/grpo", "--workers=4", "--on_args=--context=a")) == 0
+        applied.append((tmp_path / "applied").read_text())
+    assert applied[0] == applied[1] and applied[0].count("token: ") == 1
+
+
+def test_runs_have_names_of_their_own_on_kubernetes():
+    long = "qwen2.5-7b-instruct-gsm8k-lora-r64-beta-0.0"
+    folders = ["first", "seed_1", "seed-1", "Seed-1", "Первый", "第二", f"{long}1", f"{long}4"]
+    configs = [planned("--on=k8s", "--image=r/grpo", f"--output_dir=/runs/{folder}")[0] for folder in folders]
+    names = [k8s.name_of(config) for config in configs]
+    assert names[0] == "grpo-first" and names[2] == "grpo-seed-1" and len({*names}) == len(names)
+    assert all(re.fullmatch("[a-z0-9-]{1,54}", name) for name in names)
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -231,6 +263,7 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch, tmp_path):
     [
         ("a slots=8\na slots=8", "line 2 is 'a slots=8': write 'HOST slots=GPUS', each host once"),
         ("# mine\n\na slot=8", "line 3 is 'a slot=8'"),
+        ("2001:db8::1 slots=8", "line 1 is '2001:db8::1 slots=8'"),
         ("a slots=8\nb slots=4", r"its machines have \[4, 8\] slots: give all as many"),
         ("", "it names no machine"),
     ],
