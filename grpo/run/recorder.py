@@ -79,7 +79,8 @@ class Wandb:
         else:
             columns = to_columns(samples)
             rows = [list(row) for row in zip(*columns.values(), strict=True)]
-            shown = self._client.Table(columns=list(columns), data=rows)
+            # wandb's typed columns refuse a message with calls after one without.
+            shown = self._client.Table(columns=list(columns), data=rows, allow_mixed_types=True)
         self._run.log({f"completions/{phase}": shown}, step=step)
 
     def close(self) -> None:

@@ -34,13 +34,22 @@ def client(monkeypatch):
     return make
 
 
+def table(columns, data, allow_mixed_types=False):
+    """A table as wandb's, which has typed columns: dicts of other keys are of another type."""
+    for column in zip(*data, strict=True):
+        kinds = {tuple(value) if isinstance(value, dict) else type(value) for value in column if value is not None}
+        if len(kinds) > 1 and not allow_mixed_types:
+            raise TypeError("Data row contained incompatible types")
+    return [columns, data]
+
+
 def record(config: TrainerConfig, folder) -> None:
     """Begin a run, resume it after step 1, and begin it again; record the same each time."""
     check_report_to(config)
     sample = {"prompt": "2+2?", "completion": "4", "reward": 1.0}
     for after in (-1, 1, -1):
         recorder = Recorder(config, folder, after=after)
-        recorder.completions(51, "train", [sample, sample | {"note": "n"}])
+        recorder.completions(51, "train", [sample | {"note": {"a": 1}}, sample | {"note": "n"}])
         recorder.completions(52, "train", [sample])
         recorder.completions(52, "eval", [sample | {"correct": True}])
         recorder.metrics(52, {"reward": 0.5, "eval_pass@8": 0.25})
@@ -59,7 +68,7 @@ def test_a_run_that_goes_on_continues_under_its_id(client, name, tmp_path, monke
 
     module = client(name)
     module.init = init
-    module.Table, module.Text = lambda columns, data: [columns, data], lambda text, caption: [text, caption]
+    module.Table, module.Text = table, lambda text, caption: [text, caption]
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
     record(TrainerConfig(report_to=[name]), tmp_path)
     assert all(settings["project"] == "mine" and settings["resume"] == "allow" for settings in opened)
@@ -67,7 +76,7 @@ def test_a_run_that_goes_on_continues_under_its_id(client, name, tmp_path, monke
     ids = [settings.get("id", settings["name"]) for settings in opened]
     assert ids[0] == ids[1] != ids[2]  # the third begins the run again
     columns, row = ["prompt", "completion", "reward"], ["2+2?", "4", 1.0]
-    train, held_out = [[*columns, "note"], [[*row, None], [*row, "n"]]], [[*columns, "correct"], [[*row, True]]]
+    train, held_out = [[*columns, "note"], [[*row, {"a": 1}], [*row, "n"]]], [[*columns, "correct"], [[*row, True]]]
     if name == "swanlab":
         train, held_out = [["2+2?\n\n4", "reward 1.0"]] * 2, [["2+2?\n\n4", "reward 1.0, correct True"]]
     metrics = {"reward": 0.5, "eval_pass@8": 0.25}
@@ -150,7 +159,7 @@ def test_mlflow_continues_the_run_that_has_the_id_as_its_tag(mlflow, tmp_path, m
     files = [f"completions/{name}.json" for name in ("train-000051", "eval-000052")]
     assert mlflow.tables == [(run, file) for run in (0, 1) for file in files]  # one that is there would be appended to
     columns = {"prompt": ["2+2?"], "completion": ["4"], "reward": [1.0]}
-    train = {name: values * 2 for name, values in columns.items()} | {"note": [None, "n"]}
+    train = {name: values * 2 for name, values in columns.items()} | {"note": [{"a": 1}, "n"]}
     assert mlflow.calls[0] == ("experiment", "mine")
     assert mlflow.calls[3:7] == [
         ("table", "completions/train-000051.json", train),
