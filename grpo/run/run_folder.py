@@ -167,10 +167,10 @@ def find_checkpoints(config: RecordSection) -> list[Path]:
     if name == "last":
         return checkpoints(Path(config.output_dir))[::-1]
     path = Path(name)
-    if not (path / PROGRESS).is_file():
+    if path not in checkpoints(path.parent):
         raise ConfigError(
-            f"resume_from_checkpoint='{path}': there is no {PROGRESS} in it: name a folder checkpoint-STEP of a run, "
-            "or 'last' with its output_dir"
+            f"resume_from_checkpoint='{path}': it is no checkpoint-STEP, or there is no {PROGRESS} in it: name a "
+            "folder checkpoint-STEP of a run, or 'last' with its output_dir"
         )
     if config.output_dir is not None and Path(config.output_dir).resolve() != path.resolve().parent:
         raise ConfigError(

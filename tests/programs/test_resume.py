@@ -395,13 +395,16 @@ def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
 
     assert found("last", run) == []
     whole(9), whole(10)
-    for name in ("checkpoint-30", "checkpoint-40.unfinished", "checkpoint-x"):
+    for name in ("checkpoint-30", "checkpoint-40.unfinished", "checkpoint-x", "model", "checkpoint-9.damaged"):
         (run / name).mkdir()
-    (run / "checkpoint-40.unfinished/progress.json").touch()
+    for name in ("checkpoint-40.unfinished", "model", "checkpoint-9.damaged"):
+        (run / name / "progress.json").touch()
     assert found("last", run)[0] == found(f"{run}/checkpoint-10")[0] == run / "checkpoint-10"
     for name, output_dir, reason in [
         ("last", None, "of which run"),
         (f"{run}/checkpoint-30", None, "there is no progress.json in it"),
+        (f"{run}/model", None, "it is no checkpoint-STEP"),
+        (f"{run}/checkpoint-9.damaged", None, "it is no checkpoint-STEP"),
         (f"{run}/checkpoint-10", tmp_path, "leave output_dir out"),
         (f"{run}/checkpoint-9", None, "the run has checkpoint-10 too"),
     ]:
