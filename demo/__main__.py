@@ -303,8 +303,8 @@ def report_english(demo: Demo, folder: Path) -> None:
 
 def pair_completions(folder: Path, last_step: int) -> list[tuple[dict, dict]]:
     """Return the records of each held-out problem before the first step and after the last."""
-    lines = (folder / "run/completions.jsonl").read_text().splitlines()
-    samples = [sample for sample in map(json.loads, lines) if sample["phase"] == "eval"]
+    with open(folder / "run/completions.jsonl", "rb") as lines:  # in a text U+2028, too, ends a line of splitlines
+        samples = [sample for sample in map(json.loads, lines) if sample["phase"] == "eval"]
     return list(zip(*([s for s in samples if s["step"] == step] for step in (0, last_step)), strict=True))
 
 

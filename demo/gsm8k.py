@@ -41,6 +41,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig
+from grpo.config.trainer import settings_in
 from grpo.data.dataset import load_rows
 from reward import correctness_reward, text_of
 
@@ -179,7 +180,9 @@ def words_of(run: Path, options: list[object]) -> list[str]:
     words = ["--config", CONFIG_ON_CARD if ON_CARD else CONFIG, "--port", free_port(), "--output_dir", run]
     words += ["--resume_from_checkpoint", "last"] if run.exists() else []
     words += [] if ON_CARD else ["--nproc_per_node", 1]
-    return [*map(str, [*words, *dtype_words(WIDTH), *options])]
+    recorded = settings_in(run).get("dtype")  # of which now, or on this machine, another may be quicker
+    dtype = ["--dtype", recorded] if recorded else dtype_words(WIDTH)
+    return [*map(str, [*words, *dtype, *options])]
 
 
 def questions_of(folder: Path) -> str | Path:

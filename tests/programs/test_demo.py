@@ -19,7 +19,7 @@ from processes import left_of, processes_below, wait_for_file
 from rounding import NO_KL
 
 from demo import distill
-from demo.__main__ import REAL, TEXT, TOOLS, VISION, lines_of, rise_of, train
+from demo.__main__ import REAL, TEXT, TOOLS, VISION, lines_of, pair_completions, rise_of, train
 from demo.english import QUESTIONS
 from demo.pictures import MOST, png
 from demo.real import PACKAGE
@@ -42,6 +42,14 @@ def run(folder, *options, seconds=580) -> str:
     output, errors = process.communicate(timeout=seconds)
     assert process.returncode == 0, output + errors
     return output
+
+
+def test_a_completion_with_another_language_s_line_end_is_one_record(tmp_path):
+    (tmp_path / "run").mkdir()
+    records = [{"phase": "eval", "step": step, "completion": "a\u2028b"} for step in (0, 9)]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (tmp_path / "run/completions.jsonl").write_text(text, encoding="utf-8")
+    assert pair_completions(tmp_path, 9) == [tuple(records)]
 
 
 @pytest.mark.rare

@@ -1,6 +1,7 @@
 """make gsm8k: a model out of packages, its training, which goes on after a kill, and what it says at the end."""
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -17,7 +18,7 @@ from benchmarks.gsm8k import SAME_TOKENS, SIDES, TAUGHT, TEACHER, measure
 from benchmarks.real import GRPO
 from benchmarks.results import of_gsm8k
 from demo.__main__ import DemoError
-from demo.gsm8k import CONFIG, Packed, in_tags_reward, tags_reward
+from demo.gsm8k import CONFIG, Packed, in_tags_reward, tags_reward, words_of
 from grpo.config.command_line import parse_arguments
 from grpo.config.programs import LaunchConfig
 
@@ -87,6 +88,13 @@ def test_every_side_of_the_benchmark_is_measured_by_the_same_functions():
         assert {"demo/gsm8k.py:in_tags_reward", "last_number_reward"} <= set(config.reward_funcs)
         assert config.max_steps == {TAUGHT: 20, SAME_TOKENS: 11}.get(side, 30)
         assert config.eval_samples == (100 if side == TEACHER else 500)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_keeps_its_dtype_also_where_another_is_quicker(dtype, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"dtype: {dtype}\n")
+    words = words_of(tmp_path, [])
+    assert [after for word, after in itertools.pairwise(words) if word == "--dtype"] == [dtype]
 
 
 @pytest.mark.slow
