@@ -78,7 +78,7 @@ class SavedRun:
     """A run that is done, by its folder: `grpo.SavedRun("runs/20260101-120000")`."""
 
     def __init__(self, folder: Path | str):
-        self.folder = Path(folder).absolute()  # a notebook may change its directory
+        self.folder = Path(folder).expanduser().absolute()  # a notebook may change its directory
         self.model_path = self.folder / "model"
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class SavedRun:
         options `settings` are. Raises SettingsError, RunError."""
         with tempfile.TemporaryDirectory() as folder:
             inputs = _Inputs(Path(folder), is_shared=False)
-            output = Path(settings.pop("output", None) or Path(folder) / "output")
+            output = Path(settings.pop("output", None) or Path(folder) / "output").expanduser()
             if isinstance(dataset, str | Path):
                 settings["dataset_name"] = str(dataset)
             elif dataset is not None:
@@ -159,7 +159,7 @@ def train(
         raise ConfigError("output_dir=None: name a folder: all ranks must have the same")
     if (engine := settings.get("on")) in ("slurm", "k8s"):
         raise ConfigError(f"on={engine!r}: it submits a job, whose end nobody waits for: use the command grpo launch")
-    folder = Path(output_dir or name_by_time())
+    folder = Path(output_dir or name_by_time()).expanduser()
     if checkpoint is None:  # before another run's inputs are written over
         check_unused("output_dir", folder, may_have_begun=True)
     beside = Path(f"{folder.absolute()}.inputs")  # "." has no name

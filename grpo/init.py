@@ -62,7 +62,7 @@ def starting_files(source: list[str] | None) -> dict[str, str]:
     updates = settings.get("steps_per_generation", 1) * settings.get("num_iterations", 1)
     if trainer in ("verl", "easyr1") and updates > 1:
         lines.append(f"# A step there is a round of {updates} updates; max_steps, eval_steps and others count updates.")
-    lines += ["", to_yaml(settings)]
+    lines += ["", to_yaml({name: value for name, value in settings.items() if value is not None})]
     if translation.lost:
         lines.append("# Without a counterpart here:")
     for name, (value, hint) in sorted(translation.lost.items(), key=lambda item: (not item[1][1], item[0])):

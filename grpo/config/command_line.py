@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pkgutil
 import re
 import sys
@@ -78,6 +79,7 @@ _KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 _VALUE = "\0"
 """the beginning of a list's word from a file: a stranger's model must not bring options such as --trust_remote_code"""
+_NULL = "\0null"  # a file's null: of several files, or a default that is not None, the last word counts
 
 _ConfigT = TypeVar("_ConfigT")
 
@@ -116,7 +118,7 @@ def parse_arguments(
             saved = model_settings(parsed.model_name_or_path, set(settings), names)
             for name, value in saved.items():
                 check_single(settings[name], value)
-            parsed = parser.parse_args(_as_arguments(saved) + from_file + arguments)
+            parsed = parser.parse_args(_as_arguments(saved, settings) + from_file + arguments)
         return config_class(**{name: getattr(parsed, name) for name in settings})
     except ConfigError as error:
         parser.error(str(error))
@@ -219,6 +221,7 @@ def _add_option(
     names += [f"--{short}"] if short else []
     default = default_of(field)
     options: dict[str, Any] = {"default": default, "dest": field.name}
+    is_optional = _is_optional(field)
     if get_origin(kind) in (Union, UnionType):
         kind = str if str in get_args(kind) else get_args(kind)[0]
     if kind is bool:
@@ -231,6 +234,8 @@ def _add_option(
         options["nargs"] = "*" if field.metadata["may_be_empty"] else "+"
     else:
         options |= {"type": partial(_read, kind), "metavar": _KINDS[kind]}
+    if is_optional:
+        options["type"] = partial(_read_optional, options["type"])
     text = describe_option(field, kind)
     group.add_argument(*names, help=text.replace("%", "%%") if shown else SUPPRESS, **options)
     if kind is bool and default:
@@ -253,8 +258,19 @@ def describe_option(field: dataclasses.Field, kind: Any) -> str:
     return field.metadata["help"] + (f" ({'; '.join(details)})" if details else "")
 
 
+def _is_optional(field: dataclasses.Field) -> bool:
+    """Tell whether a file can set None: a list's null is as if it were not given."""
+    return "None" in field.type and "list" not in field.type
+
+
+def _read_optional(read: Callable[[str], Any], word: str) -> Any:
+    return None if word == _NULL else read(word)
+
+
 def _read(kind: type, word: str) -> Any:
     word = word.removeprefix(_VALUE)
+    if kind is str and word.startswith("~/"):
+        return os.path.expanduser(word)  # no shell has read a file, nor what stands behind "="
     try:
         return kind(word)
     except ValueError:
@@ -293,7 +309,7 @@ def _yaml_arguments(path: Path, program_fields: dict[str, dataclasses.Field]) ->
             raise ConfigError(f"{path}: {_no_such('field', unknown, known, instead)}")
     for name, value in settings.items():
         check_single(known[name], value, f"{path}: ")
-    return _as_arguments({name: value for name, value in settings.items() if name in program_fields})
+    return _as_arguments({name: value for name, value in settings.items() if name in program_fields}, program_fields)
 
 
 def check_single(field: dataclasses.Field, value: Any, source: str = "") -> None:
@@ -302,13 +318,13 @@ def check_single(field: dataclasses.Field, value: Any, source: str = "") -> None
         raise ConfigError(f"{source}{field.name}={value!r}: give a single value")
 
 
-def _as_arguments(settings: dict[str, Any]) -> list[str]:
+def _as_arguments(settings: dict[str, Any], known: dict[str, dataclasses.Field]) -> list[str]:
     arguments: list[str] = []
     for name, value in settings.items():
         if isinstance(value, list):
             arguments += [f"--{name}", *(_VALUE + _as_word(each) for each in value)]
-        elif value is not None:
-            arguments.append(f"--{name}={_as_word(value)}")
+        elif value is not None or _is_optional(known[name]):
+            arguments.append(f"--{name}={_NULL if value is None else _as_word(value)}")
     return arguments
 
 
@@ -321,11 +337,14 @@ def _as_word(value: Any) -> str:
 def write_config(config: Any, path: Path) -> None:
     """Write the resolved settings for `--config`, without `resume_from_checkpoint`, which is this start's alone."""
     new = path.with_name(f"{path.name}.new")  # a full disk leaves the old one
-    new.write_text(to_yaml(dataclasses.asdict(config) | {"resume_from_checkpoint": None}), encoding="utf-8")
+    unset = {field.name for field in fields(config) if getattr(config, field.name) is default_of(field) is None}
+    settings = dataclasses.asdict(config)
+    for name in unset | {"resume_from_checkpoint"}:
+        settings.pop(name, None)
+    new.write_text(to_yaml(settings), encoding="utf-8")
     new.replace(path)
 
 
 def to_yaml(settings: dict[str, Any]) -> str:
-    """Format settings as a file for `--config`, without unset ones."""
-    settings = {name: value for name, value in settings.items() if value is not None}
+    """Format settings as a file for `--config`."""
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

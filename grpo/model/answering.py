@@ -27,7 +27,8 @@ _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat a
 
 def write_answering(config: Any, folder: Path) -> None:
     """Write grpo.yaml into a model's folder. Raises OSError."""
-    settings = {name: getattr(config, name) for name in _NAMES if config.has_turns or name not in _TURNS}
+    names = [name for name in _NAMES if config.has_turns or name not in _TURNS]
+    settings = {name: value for name in names if (value := getattr(config, name)) is not None}
     (folder / ANSWERING).write_text(_HEADER + to_yaml(settings), encoding="utf-8")
 
 

@@ -284,6 +284,26 @@ def test_of_several_files_the_last_one_wins(file, tmp_path):
     assert (config.beta, config.num_generations, config.reward_weights) == (0.0, 6, [3.0])
 
 
+def test_null_in_a_file_takes_back_a_default_and_an_earlier_file(file, tmp_path):
+    (tmp_path / "more.yaml").write_text(
+        "epsilon_high: null\nimportance_sampling_clip_max: null\ntools: null\nbeta: null\n"
+        "importance_sampling_mode: token_mask\n"
+    )
+    config = trainer("--config", file("epsilon_high: 0.28\nbeta: 0.5\n"), "--config", str(tmp_path / "more.yaml"))
+    assert (config.epsilon_high, config.importance_sampling_clip_max, config.tools) == (None, None, [])
+    assert config.beta == 0.5  # which has no null
+    write_config(config, tmp_path / "written.yaml")
+    assert trainer("--config", str(tmp_path / "written.yaml")) == config
+
+
+def test_a_path_below_the_home_folder_is_found_without_a_shell(file, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").touch()
+    config = trainer("--config", file("output_dir: ~/run\nreward_funcs: [~/mine.py:f]\n"), "--deepspeed=~/ds.json")
+    paths = config.output_dir, *config.reward_funcs, config.deepspeed
+    assert paths == (f"{tmp_path}/run", f"{tmp_path}/mine.py:f", f"{tmp_path}/ds.json")
+
+
 def test_one_file_serves_both(file):
     path = file("port: 4711\nmax_batch_tokens: 9\nreward_weights: [1, -2.5]\nmax_length: null\nlora_dropout: 0.0\n")
     assert parse_arguments(ServerConfig, "", ["--config", path]).max_batch_tokens == 9
