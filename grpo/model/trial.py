@@ -139,7 +139,9 @@ def _answer(model: PreTrainedModel, batcher: Batcher) -> TrialResult:
     if not logprobs.requires_grad:
         return TrialResult(logprobs, [])
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    vectors = [weight for weight in trained if weight.ndim < 2] or trained  # an adapter's matrices are small
+    vectors = [weight for weight in trained if weight.ndim < 2]
+    if not vectors:  # an adapter's matrices are small; of a model without weights of norms a few must do
+        vectors = trained if hasattr(model, "peft_config") else sorted(trained, key=Tensor.numel)[:8]
     loss = (logprobs * torch.linspace(-1, 2, len(logprobs), device=logprobs.device)).sum()
     slopes = torch.autograd.grad(loss, vectors, allow_unused=True)
     return TrialResult(logprobs.detach(), [*slopes])
@@ -149,9 +151,12 @@ def _gradient_distance(slopes: list[Tensor | None], expected: list[Tensor | None
     """Return the norm of the difference over that of `expected`; infinite where other vectors take part."""
     if [slope is None for slope in slopes] != [slope is None for slope in expected]:
         return torch.inf
-    pairs = [(slope.float(), right.float()) for slope, right in zip(slopes, expected, strict=True) if slope is not None]
-    error = sum((slope - right).square().sum().item() for slope, right in pairs)
-    size = sum(right.square().sum().item() for _, right in pairs)
+    error = size = 0.0
+    for slope, right in zip(slopes, expected, strict=True):
+        if slope is not None:
+            right = right.float()
+            error += (slope.float() - right).square().sum().item()
+            size += right.square().sum().item()
     return (error / size) ** 0.5 if size else 0.0
 
 

@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxM3VLTextConfig,
     MixtralConfig,
+    OlmoConfig,
     OPTConfig,
     Phi3Config,
     PhimoeConfig,
@@ -32,7 +33,7 @@ from grpo.model.load import check_lengths, load_model, longest_sequence
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.tree_attention import switch_on
-from grpo.model.trial import check_shares, make_batcher, share_rows
+from grpo.model.trial import check_padded, check_shares, make_batcher, share_rows
 from grpo.sampling.self_check import make_sampler
 
 LONGROPE = {
@@ -72,6 +73,14 @@ NOISY = {
         initializer_range=0.3,
     ),
 }
+
+
+def test_of_a_model_without_vectors_the_trial_takes_few_gradients():
+    shape = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    model = build(OlmoConfig(**shape))
+    slopes = check_padded(model, 0).slopes
+    assert slopes and 2 * sum(slope.numel() for slope in slopes if slope is not None) < model.num_parameters()
+    assert make_batcher(model, 0).packs
 
 
 def loaded(config, folder, **options) -> PreTrainedModel:
