@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -51,10 +52,17 @@ def tile_mlps(model: PreTrainedModel) -> None:
     """Let each MLP take the tokens of long passes in blocks, whose inner activations are computed again in the backward
     pass, a block at a time. Raises ConfigError for a model whose MLPs are not known."""
     mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
-    if not mlps or any(hasattr(mlp, "experts") for mlp in mlps):
-        raise ConfigError(f"tiled_mlp=True: {type(model).__name__} has experts, or no part named mlp: leave it out")
+    if not mlps or any(hasattr(mlp, "experts") or not _takes_tokens_alone(mlp) for mlp in mlps):
+        reason = "has experts, or no part named mlp that takes tokens alone"
+        raise ConfigError(f"tiled_mlp=True: {type(model).__name__} {reason}: leave it out")
     for mlp in mlps:
         mlp.forward = partial(_in_blocks, mlp.forward)
+
+
+def _takes_tokens_alone(mlp: nn.Module) -> bool:
+    """Tell whether an MLP needs no second argument, as BLOOM's does."""
+    parameters = signature(mlp.forward).parameters.values()
+    return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters) == 1
 
 
 def _in_blocks(forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

@@ -147,6 +147,11 @@ def test_experts_are_computed_whole():
         tile_mlps(AutoModelForCausalLM.from_config(EXPERTS))
 
 
+def test_an_mlp_that_takes_more_than_tokens_is_not_tiled():
+    with pytest.raises(ConfigError, match="tiled_mlp=True: BloomForCausalLM has .* that takes tokens alone: leave it"):
+        tile_mlps(build(CONFIGS["bloom, alibi"]))
+
+
 def test_bfloat16_weights_still_give_float32_logits():
     model = build(CONFIGS["llama"]).to(torch.bfloat16)
     batch = PADDED.make(SEQUENCES, "cpu")
