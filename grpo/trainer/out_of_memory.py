@@ -28,7 +28,11 @@ class OutOfMemory(Exception):
 
 @contextmanager
 def explain_shortage(
-    place: Callable[[], tuple[str, str]], config: TrainerConfig, way_on: Callable[[], str]
+    place: Callable[[], tuple[str, str]],
+    config: TrainerConfig,
+    way_on: Callable[[], str],
+    *,
+    draws_whole_groups: bool = False,
 ) -> Iterator[None]:
     """Raise OutOfMemory for an error in the block that means it. `place` returns its place, such as "update of step
     7", and the phase; `way_on` how to continue the run."""
@@ -38,7 +42,7 @@ def explain_shortage(
         if not is_out_of_memory(error):
             raise
         where, phase = place()
-        if lowered := _lowered(error, phase, config):
+        if lowered := _lowered(error, phase, config, draws_whole_groups):
             (name,) = lowered
             remedy = f"lower {name}={getattr(config, name)}"
             if path := os.environ.get(LOWERED):
@@ -63,12 +67,11 @@ def _draws(phase: str, config: TrainerConfig) -> bool:
     return phase == EVALUATION or (phase == "generate" and config.sampler != "pool")
 
 
-def _lowered(error: BaseException, phase: str, config: TrainerConfig) -> dict[str, int]:
+def _lowered(error: BaseException, phase: str, config: TrainerConfig, draws_whole_groups: bool) -> dict[str, int]:
     """Return the setting that needs less memory with half of its value, but no less than it can have: the run's numbers
     do not depend on it. Empty at its least, or if it would not help."""
     if _draws(phase, config):
-        draws_whole_groups = config.sampler == "generate" and phase != EVALUATION
-        name, least = "sequences_per_generate", config.draws if draws_whole_groups else 1
+        name, least = "sequences_per_generate", config.draws if draws_whole_groups and phase != EVALUATION else 1
     elif phase in _OF_BATCHES and not (phase == "update" and _of_gradients(error)):
         # Of a row that ranks share each has its part.
         name, least = "micro_batch_tokens", -(-config.longest_sequence // config.sequence_parallel_size)

@@ -22,6 +22,7 @@ from grpo.run.collective import from_first, gather
 from grpo.run.exit import FOR_GOOD, EndRun, code_of
 from grpo.run.folder import save_model, use_best
 from grpo.run.run_folder import damage, with_error
+from grpo.sampling.generate import LocalSampler
 from grpo.trainer.deepspeed_engine import whole_weights
 from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
@@ -211,7 +212,9 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
     rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving. However
     the run ends, its record is closed: a service that is not told of the end says that the run crashed."""
     have_all_ended = False
-    with explain_shortage(partial(_place, run), run.config, run.checkpoints.way_on):
+    # transformers' generate, also of a run with another setting whose model needs it.
+    whole = type(run.sampler) is LocalSampler
+    with explain_shortage(partial(_place, run), run.config, run.checkpoints.way_on, draws_whole_groups=whole):
         try:
             yield
         except (EndRun, ServersLost, RewardsLost) as end:

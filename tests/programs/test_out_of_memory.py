@@ -21,8 +21,9 @@ FACES = {
 }
 
 
-def fail(error: BaseException, phase: str, **settings) -> None:
-    with explain_shortage(lambda: (f"{phase} of step 7", phase), TrainerConfig(**settings), lambda: "begin again"):
+def fail(error: BaseException, phase: str, whole: bool = False, **settings) -> None:
+    place, config = lambda: (f"{phase} of step 7", phase), TrainerConfig(**settings)
+    with explain_shortage(place, config, lambda: "begin again", draws_whole_groups=whole):
         raise error
 
 
@@ -62,7 +63,8 @@ MORE_CARDS = "use more ranks, offload_optimizer in the DeepSpeed file, or use_pe
         ("generate", {"sequences_per_generate": 64}, "lower sequences_per_generate=64"),
         ("generate", LOW | {"sequences_per_generate": 8}, "lower sequences_per_generate=8"),
         ("generate", LOW | {"sequences_per_generate": 1}, SHORTER),
-        ("generate", LOW | {"sequences_per_generate": 8, "sampler": "generate"}, SHORTER),
+        ("generate", LOW | {"sequences_per_generate": 8, "whole": True}, SHORTER),
+        (EVALUATION, {"sequences_per_generate": 8, "whole": True}, "lower sequences_per_generate=8"),
         ("generate", {"sampler": "pool", "pool": "http://a"}, MORE_CARDS),
         (EVALUATION, {"sequences_per_generate": 8}, "lower sequences_per_generate=8"),
         ("optimizer", {}, MORE_CARDS),
