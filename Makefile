@@ -116,7 +116,7 @@ $(READY_VERIFIERS): requirements-verifiers.txt tests/verifiers_shop/verifiers_sh
 	touch $(READY_VERIFIERS)
 
 test-verifiers: $(READY_TO_TEST) $(READY_VERIFIERS)
-	PATH="$(abspath $(VERIFIERS))/bin:$$PATH" VERIFIERS_PYTHON=$(abspath $(VERIFIERS))/bin/python \
+	VERIFIERS_PYTHON=$(abspath $(VERIFIERS))/bin/python \
 	$(BIN)/python -m pytest -m "" --durations=5 tests/agents/test_verifiers.py
 
 test-clusters: $(READY_TO_TEST)

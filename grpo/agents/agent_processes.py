@@ -188,6 +188,8 @@ class _Host:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # Programs must not each take all cores. Sets have the same order when a run resumes.
         environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ}
+        # What is installed beside the interpreter, as verifiers' uv, is found last.
+        environment["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(command[0])])
         # Ctrl-C is for the trainer.
         self.process = subprocess.Popen(command, **pipes, start_new_session=True, cwd=folder, env=environment)
         self.ready: Future[str] = Future()  # why the agent cannot be run, or ""
