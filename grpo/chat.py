@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpo.data.conversation import Conversation
-    from grpo.data.records import Example, Rollout
-    from grpo.data.responder import Dialogue, Responder
+    from grpo.data.records import Dialogue, Example, Responder, Rollout
     from grpo.model.pictures import Vision
 
 IMAGE = "/image"
@@ -131,7 +130,7 @@ def talk_to_agent(config: ChatConfig, interactive: bool) -> None:
 
 def show_episode(rollout: Rollout) -> None:
     """Print the model's messages, those to it in brackets, and how the episode ended."""
-    from grpo.data.responder import show_answer
+    from grpo.data.records import show_answer
 
     outcome = rollout.outcome
     for message in outcome.messages:
@@ -190,7 +189,7 @@ class Answerer:
     def answer(self, example: Example, *, limit: int, seed: int, stopped: list[int]) -> Rollout:
         """Draw and print an answer of at most `limit` tokens, which ends without an outcome when `stopped` is no longer
         empty. Raises RewardError if the environment fails."""
-        from grpo.data.responder import make_rollout, show_answer
+        from grpo.data.records import make_rollout, show_answer
         from grpo.wire.picture_files import with_more
 
         if self.turns is None:

@@ -11,8 +11,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import ChatConfig
 from grpo.data.chat_template import PictureCountError, add_observation, place_pictures, render_prompt, tokenize_prompt
 from grpo.data.dataset_pictures import encode_picture
-from grpo.data.records import Example, Rollout
-from grpo.data.responder import Responder
+from grpo.data.records import Example, Responder, Rollout
 from grpo.model.pictures import PictureProcessor
 
 NEW = "/new"  # the line that begins a new conversation

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.sampling_settings import AnsweringConfig, AnswerSection
 from grpo.data import chat_template as chat
 from grpo.data.dataset_pictures import PictureColumn, check_prompt
-from grpo.data.records import Example
-from grpo.data.responder import Responder
+from grpo.data.records import Example, Responder
 from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import EncodedPicture
 

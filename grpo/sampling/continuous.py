@@ -18,8 +18,7 @@ from heapq import heappop, heappush
 
 import torch
 
-from grpo.data.records import Rollout
-from grpo.data.responder import Dialogue, Responder, close_all
+from grpo.data.records import Dialogue, Responder, Rollout, close_all
 from grpo.sampling.draw import uniforms
 from grpo.sampling.generate import LOOK_EVERY, LocalSampler, policy_that_draws
 from grpo.sampling.rows import PLACE, Rows, slots

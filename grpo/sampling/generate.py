@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.data.records import Example, Rollout
-from grpo.data.responder import Dialogue, Responder, close_all, make_rollout
+from grpo.data.records import Dialogue, Example, Responder, Rollout, close_all, make_rollout
 from grpo.model.logprobs import Head, computing, text_at
 from grpo.model.lora import frozen_norms
 from grpo.model.packing import Ids

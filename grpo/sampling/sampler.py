@@ -53,7 +53,7 @@ class Sampler(Protocol):
     top-p, no penalty, no minimum length. This is the distribution that the loss scores. It ends with its first eos, or
     without one at the sampler's largest length. A `Rollout` has the ids that were drawn, never ids of re-tokenised
     text, and the log-prob that each id had when it was drawn (NaN if the sampler does not know it). With a
-    Responder (grpo/data/responder.py) the ids of its answer follow an eos in the completion.
+    Responder (grpo/data/records.py) the ids of its answer follow an eos in the completion.
 
     Each rank calls its own with its share of examples: all ranks together in a round, and each alone elsewhere.
     """

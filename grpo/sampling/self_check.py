@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, one_line
-from grpo.data.records import Example
-from grpo.data.responder import Responder
+from grpo.data.records import Example, Responder
 from grpo.model.devices import is_out_of_memory, runs_kernels
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import body_of, token_logprobs

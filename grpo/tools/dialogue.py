@@ -36,7 +36,7 @@ def start_turns(
 
 
 class UserResponder:
-    """The user's tools and environment, in all completions of a run: a Responder of grpo/data/responder.py."""
+    """The user's tools and environment, in all completions of a run: a Responder of grpo/data/records.py."""
 
     def __init__(self, config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
         """Take the arguments of `start_turns`."""

@@ -25,8 +25,7 @@ from grpo.client.server_errors import RequestFailure, ServerError, ServersLost
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
-from grpo.data.records import Example, Rollout
-from grpo.data.responder import make_rollout
+from grpo.data.records import Example, Rollout, make_rollout
 from grpo.pool.client import PoolClient, Retrier, Stopped
 from grpo.pool.protocol import MOST_TASKS, GroupResult, Task
 from grpo.pool.store import Recording

@@ -528,7 +528,7 @@ def test_a_tokenizer_without_a_chat_template_gets_plain_text(tokenizer, monkeypa
 
 
 class Bank:
-    """What an environment and its tools are to a prompt (grpo/data/responder.py)."""
+    """What an environment and its tools are to a prompt (grpo/data/records.py)."""
 
     tools: ClassVar = [{"type": "function", "function": {"name": "balance", "description": "Return a balance."}}]
 

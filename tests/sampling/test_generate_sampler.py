@@ -7,8 +7,7 @@ from models import CONFIGS, SMALL, build, example, scored
 from rounding import assert_rounded
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
-from grpo.data.records import Example
-from grpo.data.responder import make_rollout
+from grpo.data.records import Example, make_rollout
 from grpo.model.activations import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher

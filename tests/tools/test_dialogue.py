@@ -18,8 +18,7 @@ from grpo.config.sampling_settings import ChatConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import module_name
 from grpo.data.conversation import Conversation, NotAsked
-from grpo.data.records import Outcome
-from grpo.data.responder import close_all
+from grpo.data.records import Outcome, close_all
 from grpo.tools.dialogue import PRINTS_TOGETHER, start_turns
 
 CODE = r'''
