@@ -23,7 +23,7 @@ from typing import Any
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import end_now
 from grpo.config.programs import EvaluateConfig
-from grpo.data.mixture import is_mixture
+from grpo.data.dataset import is_mixture, is_one_split
 from grpo.model.answering import model_settings
 from grpo.run.exit import exit_code
 
@@ -147,8 +147,6 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
 
 
 def _is_whole_file(config: EvaluateConfig) -> bool:
-    from grpo.data.dataset import is_one_split
-
     is_whole = config.eval_holdout == 0 and "[" not in config.dataset_test_split and not is_mixture(config)
     return is_whole and is_one_split(config.dataset_name)
 

@@ -21,10 +21,9 @@ from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import parameters_of
 from grpo.data.chat_template import PictureCountError
-from grpo.data.dataset import TRL_COLUMN, decoded, is_one_split, load_rows
+from grpo.data.dataset import TRL_COLUMN, decoded, is_mixture, is_one_split, load_rows, parts_of
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
 from grpo.data.examples import GIVEN_TO_REWARDS, dotted_names, doubt_prompts, field_of, make_example
-from grpo.data.mixture import is_mixture, parts_of
 from grpo.data.records import Example, Responder
 from grpo.model.pictures import PictureProcessor
 from grpo.wire.picture_files import PictureError, pictures_of

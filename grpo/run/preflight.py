@@ -20,7 +20,7 @@ from typing import Any
 from grpo.config.errors import ConfigError
 from grpo.config.fields import PACKAGE, PROGRAMS
 from grpo.config.trainer import RecordSection, TrainerConfig
-from grpo.data.mixture import weights_of
+from grpo.data.dataset import weights_of
 from grpo.data.records import Example
 from grpo.run import run_folder
 from grpo.run.collective import from_first, gather, on_first

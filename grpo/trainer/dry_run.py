@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from grpo.config.errors import ConfigError, one_line
 from grpo.config.trainer import TrainerConfig
-from grpo.data.mixture import weights_of
+from grpo.data.dataset import weights_of
 from grpo.model.fingerprint import describe_without_weights
 from grpo.model.hub import refuse_unloadable
 from grpo.model.load import refuse_hub_kernels, resolve_dtype

@@ -12,7 +12,7 @@ from grpo.algorithm.advantages import total_rewards
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.mixture import parts_of
+from grpo.data.dataset import parts_of
 from grpo.data.records import Example, Rollout, rewards_by_name
 from grpo.rewards.functions import TrainerState
 from grpo.run.collective import gather

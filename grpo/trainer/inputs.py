@@ -15,7 +15,7 @@ from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import load_function
-from grpo.data.mixture import weights_of
+from grpo.data.dataset import weights_of
 from grpo.data.prompts import AdaptiveStream, PromptStream, check_reward_columns, load_examples, order_of
 from grpo.data.records import Example
 from grpo.model.answering import read_answering

@@ -10,7 +10,7 @@ from trainer_runs import lines, options, plain_python
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.data.mixture import parts_of, weights_of
+from grpo.data.dataset import parts_of, weights_of
 from grpo.data.prompts import PromptStream, load_examples, order_of
 from grpo.data.records import Example
 
