@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.agents.requests import Refused
 from grpo.config.errors import ConfigError, one_line
 from grpo.data.chat_template import render_prompt, tokenize_prompt
-from grpo.tools.parse import TurnReader
-from grpo.tools.template import AnswerTemplate, Messages
+from grpo.tools.turn_text import AnswerTemplate, Messages, TurnReader
 
 _MOST_TOOL_LISTS = 256  # whose templates and readers are kept: a program may make other tools for each row
 

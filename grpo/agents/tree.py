@@ -21,7 +21,7 @@ from grpo.agents.formats import Formats, read_messages, write_function
 from grpo.agents.requests import ChatRequest
 from grpo.sampling.draw import uniforms
 from grpo.sampling.sampler import Name
-from grpo.tools.parse import Turn
+from grpo.tools.turn_text import Turn
 from grpo.wire.agent_runs import Branch
 
 Message = dict[str, Any]

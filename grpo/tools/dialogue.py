@@ -15,11 +15,10 @@ from grpo.config.errors import ConfigError, RewardError
 from grpo.config.sampling_settings import TurnsSection
 from grpo.config.user_code import Key
 from grpo.data.records import Example, Outcome
-from grpo.tools.parse import Call, Turn, TurnReader
 from grpo.tools.runner import Failures, Instance, Runner
 from grpo.tools.schema import load_tools, make_tool
 from grpo.tools.session import EnvironmentClass, Reply, Session, TurnsService, clean, describe_failure
-from grpo.tools.template import AnswerTemplate, Messages
+from grpo.tools.turn_text import AnswerTemplate, Call, Messages, Turn, TurnReader
 from grpo.usercode.prints import PRINTS
 from grpo.usercode.process import CallLost, ProcessPool, count_processes, run_in_loop
 

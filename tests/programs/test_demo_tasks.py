@@ -18,8 +18,7 @@ from demo import english, pictures, real, shop, task, tools, vision
 from demo.model import TAGS, answer_of, build_tokenizer, save
 from grpo.config.server import ServerConfig
 from grpo.model.pictures import load_processor
-from grpo.tools.parse import TurnReader
-from grpo.tools.template import AnswerTemplate
+from grpo.tools.turn_text import AnswerTemplate, TurnReader
 
 TASKS = {"text": task, "tools": tools, "vision": pictures}
 PROBLEM = tools.Problem("want", "price", "mug", 37)

@@ -6,8 +6,8 @@ import pytest
 from talks import TEMPLATES, Talks, call, ids_of, talker
 
 from grpo.config.errors import ConfigError
-from grpo.tools.parse import Call, TurnReader
 from grpo.tools.schema import load_tools
+from grpo.tools.turn_text import Call, TurnReader
 
 SCHEMA = {
     "type": "function",

@@ -9,7 +9,7 @@ from talks import TEMPLATES, ids_of, talker
 from tokenizers import AddedToken
 
 from grpo.config.errors import ConfigError
-from grpo.tools.template import AnswerTemplate
+from grpo.tools.turn_text import AnswerTemplate
 
 QUESTION = {"role": "user", "content": "What is 12 and 3?"}
 USER = [{"role": "user", "content": "Wrong, guess\nagain."}]
