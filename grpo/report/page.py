@@ -124,7 +124,7 @@ def all_settings(runs: Sequence[RecordedRun]) -> dict[str, list[str | None]]:
 
 
 def _to_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
 
 
 def summarise(run: RecordedRun, name: str, window: int) -> dict[str, Any]:

@@ -17,13 +17,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
 from PIL import Image, ImageOps
 
-from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import is_users_own
 from grpo.config.sampling_settings import is_adapted
+from grpo.config.trainer import settings_in
 from grpo.run.run_folder import PICTURES, read_record, with_error
 
 LONGEST_TEXT = 20_000
@@ -94,7 +93,9 @@ def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
     if repeated:
         run.notes.append(f"steps that metrics.jsonl has more than once: {repeated}; the last line of each is taken")
     run.rows = dict(sorted(run.rows.items()))
-    run.settings = _read_settings(folder / "config.yaml", run.notes)
+    run.settings = {str(name): value for name, value in settings_in(folder).items()}
+    if not run.settings:
+        run.notes.append("config.yaml is missing or cannot be read: the settings are unknown")
     if (starts := folder / "starts.jsonl").is_file():
         run.starts = [record for *_, record in _read_lines(starts, run.notes)]
     return run
@@ -196,16 +197,6 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, int, dict[s
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
         notes.append(f"damaged or half-written lines of {path.name} are left out: {shown} ({len(damaged)} in all)")
-
-
-def _read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        settings = dict(load_yaml(path.read_text(encoding="utf-8")))
-        json.dumps(settings, default=str)  # YAML can say what JSON cannot, such as a date as a key
-        return {str(name): value for name, value in settings.items()}
-    except (FileNotFoundError, yaml.YAMLError, ValueError, TypeError):
-        notes.append(f"{path.name} is missing or cannot be read: the settings are unknown")
-        return {}
 
 
 def _is_number(value: Any) -> bool:
