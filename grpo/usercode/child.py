@@ -5,9 +5,7 @@
     worker -> trainer    a line of JSON: that number, and the service's `answer`; no pickle, as foreign code may have
                          written it. An exception of `answer` ends the process
 
-The guard (grpo/usercode/guard.py) is the process that the trainer starts. It forks the worker and runs no foreign code.
-Processes that the worker's descendants leave behind become its children, even those in a session of their own. It kills
-them all when the worker ends, or when its standard input closes, as it does however the trainer ends.
+The guard (grpo/usercode/guard.py) is the process that the trainer starts, and forks the worker.
 """
 
 import contextlib
