@@ -154,15 +154,18 @@ data:
   rollout_batch_size: 512
   format_prompt: ./examples/format_prompt/math.jinja
   filter_overlong_prompts: true
+  system_prompt: Write $x$.
+  seed: ${SEED}
 algorithm: {adv_estimator: grpo, disable_kl: false, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 1e-2}
 worker:
   actor:
     global_batch_size: 128
     model: {model_path: org/from-yaml, trust_remote_code: false}
     optim: {lr: 1e-6, strategy: adamw}
-  rollout: {n: 5, val_override_config: {temperature: 0.6, n: 1}}
+  rollout: {n: 5, top_p: 0.99, val_override_config: {temperature: 0.6, n: 1}}
   reward: {reward_function: "./examples/reward_function/math.py:compute_score"}
-trainer: {total_epochs: 15, val_before_train: true, save_limit: 3, load_checkpoint_path: null}
+trainer: {total_episodes: 15, val_freq: 5, val_before_train: true, save_freq: -1, save_limit: 3,
+  load_checkpoint_path: null}
 """
 EASYR1_SCRIPT = r"""#!/bin/bash
 set -x
@@ -282,7 +285,8 @@ warmup_ratio: 0.1
 TRL_COMMAND = r"""
 ACCELERATE_LOG_LEVEL=info accelerate launch --config_file recipes/zero3.yaml --num_processes=7 \
     src/open_r1/grpo.py --config recipes/config.yaml --learning_rate 3e-6 --use_peft \
-    --reward_funcs accuracy mine --lora_target_modules q_proj v_proj --output_dir="out/$RUN_OF_NOBODY" 2>&1 | tee log
+    --reward_funcs accuracy mine --lora_target_modules q_proj v_proj --output_dir="out/$RUN_OF_NOBODY" \
+    --save_strategy no --shuffle_dataset true 2>&1 | tee log
 """
 TRL_SCRIPT = '''
 import torch
@@ -314,15 +318,6 @@ model = AutoModelForCausalLM.from_pretrained("org/model", torch_dtype=torch.bflo
 sampling = SamplingParams(temperature=0.1, max_tokens=99)
 trainer = trl.GRPOTrainer(model, rewards, training_args, train_dataset=dataset, peft_config=peft_config)
 '''
-TRL_YAML = """
-model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
-use_peft: true
-lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
-warmup_ratio: 0.05
-save_strategy: no
-shuffle_dataset: true
-"""
 QUICK_START = """
 dataset = load_dataset("org/set", split="train[:99]")
 trainer = GRPOTrainer(
@@ -393,7 +388,8 @@ FILES = {
             **{"lora_r": 64, "lora_alpha": 32, "lora_target_modules": ["all-linear"], "use_peft": True},
             **{"kl_estimator": "k3", "kl_in_reward": None, "prompts_per_step": 128, "steps_per_generation": 4},
             **{"reward_funcs": ["rewards.py:compute_score"], "dataset_name": "hiyouga/math12k", "optim": None},
-            **{"trust_remote_code": False, "save_total_limit": 3, "learning_rate": 1e-6},
+            **{"trust_remote_code": False, "save_total_limit": 3, "learning_rate": 1e-6, "save_steps": 0},
+            **{"system_prompt": "Write $x$.", "eval_steps": 20, "weight_decay": 0.01, "warmup_steps": 0},
         },
         [
             "worker.actor.optim.strategy: adamw_bf16",
@@ -403,11 +399,14 @@ FILES = {
             "worker.reward.reward_function: ./examples/reward_function/math.py:compute_score (write it into rewards.py",
             "worker.rollout.val_override_config.temperature: 0.6 (use num_generations_eval and eval_temperature)",
             *("trainer.n_gpus_per_node: 8 (give grpo launch nproc_per_node)", "trainer.load_checkpoint_path: None\n"),
+            *("worker.rollout.top_p: 0.99 (leave it out", "data.image_key: images (use dataset"),
+            "data.seed: ${SEED} (only the script knows it: write its value)",
+            "trainer.total_episodes: 15 (trainer.total_epochs counts)",
         ],
     ),
     "EasyR1's CISPO": (
         *("easyr1", {"cispo.sh": CISPO, "examples/config.yaml": EASYR1_YAML}),
-        {"loss_type": "cispo", "epsilon": None, "epsilon_high": 5.0, "delta": None},
+        {"loss_type": "cispo", "epsilon": None, "epsilon_high": 5.0, "delta": None, "num_train_epochs": 15},
         [
             "worker.actor.clip_ratio_low: 0 (cispo has no bound below here)",
             "worker.actor.loss_avg_mode: seq (cispo is a mean over all tokens here)",
@@ -478,7 +477,7 @@ FILES = {
         {
             **{"learning_rate": 3e-6, "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]},
             **{"system_prompt": "You are a helpful AI.\nThink first.", "reward_funcs": ["accuracy", "mine"]},
-            **{"lora_alpha": None, "output_dir": None},
+            **{"lora_r": None, "lora_alpha": None, "output_dir": None, "save_steps": 0, "dataset_order": "shuffled"},
         },
         ["output_dir: out/$RUN_OF_NOBODY (only the script knows it: write its value)"],
     ),
@@ -504,18 +503,10 @@ FILES = {
         {
             **{"model_name_or_path": "org/model", "dataset_name": "org/set", "dataset_train_split": "train[:99]"},
             **{"reward_funcs": ["rewards.py:length"], "prompt_format": "raw", "lora_r": 8, "lora_alpha": 8},
-            **{"num_train_epochs": 3.0, "loss_type": "dapo", "save_steps": 500},
+            **{"num_train_epochs": 3.0, "loss_type": "dapo", "save_steps": 500, "save_total_limit": 0},
+            **{"prompts_per_step": 1, "dataset_prompt_column": "prompt"},
         },
         ["callbacks: [LogThis()]\n"],
-    ),
-    "YAML for TRL's script": (
-        *("trl", {"trl.yaml": TRL_YAML}),
-        {
-            **{"lora_r": None, "lora_alpha": None, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 0.05},
-            **{"save_steps": 0, "save_total_limit": 0, "dataset_order": "shuffled", "prompts_per_step": 1},
-            **{"num_train_epochs": 3.0, "dataset_prompt_column": "prompt"},
-        },
-        [],
     ),
     "simple_GRPO's script": (
         *("simple_grpo", {"grpo_vllm_one.py": SIMPLE_GRPO}),
