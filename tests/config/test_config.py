@@ -44,7 +44,6 @@ def test_the_upper_clip_follows_from_the_lower_one_and_without_a_server_a_port_i
 
 IMPOSSIBLE = {
     "--temperature 0": "temperature=0.0: training and evaluation draw samples",
-    "--eval_temperature 0.2": "eval_temperature=0.2: it does nothing without num_generations_eval above 0",
     "--lr_scheduler_type constant --warmup_steps 50": "warmup_steps=50.0: a constant rate has none: use",
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --kl_in_reward": "kl_in_reward=True: it needs rewards",
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --soft_punish_cache 4": "soft_punish_cache=4: it needs",
@@ -85,6 +84,7 @@ IMPOSSIBLE = {
     "--scale_rewards none --advantage_estimator reinforce++": "scale_rewards='none': reinforce++ always divides",
     "--multi_objective_aggregation normalize_then_sum --advantage_estimator rloo": "multi_objective_aggregation='norm",
     "--reward_tolerance 0.1 --advantage_estimator reinforce++": "reward_tolerance=0.1: reinforce++ may learn",
+    "--dataset_order adaptive --advantage_estimator reinforce++": "dataset_order='adaptive': reinforce++ may learn",
     "--max_resample 2 --advantage_estimator mine.py:compare": "max_resample=2: mine.py:compare may learn",
     "--advantage_estimator remax --sampler pool --pool http://a:1": "advantage_estimator='remax': a pool draws no",
     "--delta 1.1": "delta=1.1: the clip is tighter: use a number above 1.2",

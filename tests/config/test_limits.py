@@ -64,7 +64,6 @@ def test_a_section_refuses_a_setting_without_what_it_needs_unless_it_is_the_defa
     section = next(each for each in whole if needed <= {other.name for other in dataclasses.fields(each)})
     # These are what is needed by default, and so not here.
     there = {"beta": 0, "eval_steps": 0, "task": "reward", "gradient_checkpointing": False}
-    there |= {"engine": "vllm"} if needs == "engine transformers" else {}
     without = {name: value for name, value in there.items() if name in needed}
     words = [word for word in re.findall(r"'(.*?)'", field.type) if word != field.default]  # of a Literal
     value = {"bool": True, "int": 7, "float": 0.7}.get(field.type.split()[0], [*words, "x"][0])
