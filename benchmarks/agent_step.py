@@ -37,8 +37,7 @@ from benchmarks.demo_step import OURS, PROCESSES, WITH_TOOLS, Run, measure, of_m
 from demo import shop
 from demo.__main__ import AGENT, TOOLS, Demo, places, prepare, train
 from demo.shop_agent import look_up
-from grpo.agents.episodes import AgentSampler
-from grpo.agents.start import start_turns
+from grpo.agents.episodes import AgentSampler, start_turns
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import load_examples
 from grpo.data.records import Rollout

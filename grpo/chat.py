@@ -83,7 +83,7 @@ def talk(config: ChatConfig, interactive: bool) -> None:
 def talk_to_agent(config: ChatConfig, interactive: bool) -> None:
     """Let the program of an agent have an episode for each line of stdin. Raises as `talk`, and if the agent cannot be
     run."""
-    from grpo.agents.episodes import Agent, AgentSampler
+    from grpo.agents.episodes import Agent
     from grpo.data.conversation import NotAsked, row_of
     from grpo.data.records import Example
     from grpo.model.load import length_limits, load_end_ids, load_model, load_settings, load_tokenizer
@@ -106,7 +106,6 @@ def talk_to_agent(config: ChatConfig, interactive: bool) -> None:
             rows=_AGENT_ROWS,
             packs=make_batcher(model, tokenizer.pad_token_id).packs,
             turns=agent,
-            continuous=AgentSampler,
         )
         if interactive:
             print(f"{config.model_name_or_path} answers {agent.label}: Ctrl-C stops an episode, Ctrl-D ends")

@@ -33,7 +33,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     if possible before a model is loaded."""
     import torch.distributed as dist
 
-    from grpo.agents.start import start_turns
+    from grpo.agents.episodes import start_turns
     from grpo.data.prompts import check_reward_columns, load_examples
     from grpo.model.devices import refuse_shortage
     from grpo.model.load import check_lengths, load_end_ids, load_model, load_settings, load_tokenizer
@@ -94,7 +94,6 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
     """Choose the sampler, continuous or by generate. Raises ConfigError if the memory is too small."""
     import torch
 
-    from grpo.agents.start import continuous_sampler
     from grpo.model.load import enough_memory
     from grpo.model.pictures import Vision
     from grpo.model.trial import make_batcher
@@ -115,7 +114,6 @@ def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
             turns=turns,
             cuda_graphs=config.cuda_graphs,
             fused_kernels=config.fused_kernels,
-            continuous=continuous_sampler(config.agent is not None),
         )
 
 

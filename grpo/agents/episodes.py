@@ -18,12 +18,14 @@ from grpo.agents.exchange import EpisodeLimits, RunningEpisode
 from grpo.agents.gateway import Gateway
 from grpo.agents.journal import Journal, RunJournal, read_program, sum_weights
 from grpo.agents.tree import Episode, Formats
-from grpo.config.sampling_settings import AskedSections, label_of
+from grpo.config.sampling_settings import AnsweringConfig, AskedSections, label_of
 from grpo.data.records import Example, Outcome, Rollout
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.drawer import Drawer
 from grpo.sampling.generate import policy_that_draws
 from grpo.sampling.sampler import EVALUATION_SEED, Groups, Order
+from grpo.tools.dialogue import UserResponder
+from grpo.tools.dialogue import start_turns as start_user_turns
 from grpo.usercode.prints import PRINTS
 from grpo.wire.agent_runs import RunAgent
 from grpo.wire.health import fingerprint
@@ -42,10 +44,41 @@ class Given:
     weight: float
 
 
+class AgentSampler(ContinuousSampler):
+    """The sampler of a run whose completions are episodes of a program."""
+
+    def _draw(self, order: Order) -> list[list[Rollout]]:
+        agent = self._turns
+        # Those of an evaluation are drawn anew: the same names are other problems' once its settings change.
+        is_trained_on = order.names is not None and order.names[0][0] < EVALUATION_SEED
+        journal = agent.journal if is_trained_on else None
+        if journal is not None:
+            journal.begin(self._policy_version, functools.partial(sum_weights, self._model))
+        with policy_that_draws(self._model):
+            rows = self._make_rows(
+                order,
+                rows=self._rows,
+                slots=self._rows,
+                copies=1,
+                longest_prompt=min(_FIRST_ROOM, agent.context),
+                longest=agent.context,
+                has_scales=agent.config.agent_may_sample,
+            )
+            return draw_episodes(
+                agent,
+                order,
+                Drawer(rows, agent.context, self._look_every),
+                longest=self._max_new_tokens,
+                version=self._policy_version,
+                journal=journal,
+            )
+
+
 class Agent:
     """The user's program: in the place of tools and environment (grpo/tools/dialogue.py), which a run with it lacks."""
 
     tools = None
+    sampler = AgentSampler
 
     def __init__(
         self,
@@ -167,34 +200,14 @@ class Agent:
             log.warning("%s\nan episode of the agent failed (%s): the others of its kind are counted", text, failure)
 
 
-class AgentSampler(ContinuousSampler):
-    """The sampler of a run whose completions are episodes of a program."""
-
-    def _draw(self, order: Order) -> list[list[Rollout]]:
-        agent = self._turns
-        # Those of an evaluation are drawn anew: the same names are other problems' once its settings change.
-        is_trained_on = order.names is not None and order.names[0][0] < EVALUATION_SEED
-        journal = agent.journal if is_trained_on else None
-        if journal is not None:
-            journal.begin(self._policy_version, functools.partial(sum_weights, self._model))
-        with policy_that_draws(self._model):
-            rows = self._make_rows(
-                order,
-                rows=self._rows,
-                slots=self._rows,
-                copies=1,
-                longest_prompt=min(_FIRST_ROOM, agent.context),
-                longest=agent.context,
-                has_scales=agent.config.agent_may_sample,
-            )
-            return draw_episodes(
-                agent,
-                order,
-                Drawer(rows, agent.context, self._look_every),
-                longest=self._max_new_tokens,
-                version=self._policy_version,
-                journal=journal,
-            )
+def start_turns(
+    config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
+) -> UserResponder | Agent | None:
+    """Return what answers the policy between its segments: tools and environment, a program of the user's, or None."""
+    if config.agent is None:
+        return start_user_turns(config, tokenizer, eos_token_ids)
+    rows = config.sequences_per_generate
+    return Agent(config, tokenizer, eos_token_ids, context=config.longest_sequence, rows=rows)
 
 
 def draw_episodes(

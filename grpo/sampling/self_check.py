@@ -102,19 +102,18 @@ def make_sampler(
     turns: Responder | None = None,
     cuda_graphs: bool = True,
     fused_kernels: bool = True,
-    continuous: type[ContinuousSampler] = ContinuousSampler,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate. On a GPU its
     steps are the kernels of grpo/kernels and CUDA graphs, if wanted, and if the trial shows that the model allows it.
-    `packs` is the batcher's; False asks for generate. `continuous`: the kind that keeps its rows full; of another kind
-    than ContinuousSampler it must be one. Raises ConfigError if even generate would draw from another distribution."""
+    `packs` is the batcher's; False asks for generate. `turns` may have a `sampler` of their own, a ContinuousSampler
+    that must do. Raises ConfigError if even generate would draw from another distribution."""
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
             reason = "in long rows a token is drawn from another distribution than it is trained on: use another model"
             raise ConfigError(f"{type(model).__name__} has layers of type {layer_type}: {reason}")
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
-    ends = eos_token_ids(model, tokenizer)
+    ends, continuous = eos_token_ids(model, tokenizer), getattr(turns, "sampler", ContinuousSampler)
 
     def make(kind: type[LocalSampler], **options) -> LocalSampler:
         return kind(model, tokenizer, ends, max_completion_length, rows=rows, vision=vision, turns=turns, **options)

@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from grpo.agents.start import start_turns
+from grpo.agents.episodes import Agent, start_turns
 from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.config.trainer import TrainerConfig
@@ -32,9 +32,6 @@ from grpo.trainer.rewarding import join_rewards, try_rewards
 from grpo.trainer.servers import check_teachers
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
 
-if TYPE_CHECKING:
-    from grpo.agents.episodes import Agent
-
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +43,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     processor: PictureProcessor | None  # the preparer of pictures; None for a model of text
     end_ids: list[int]  # the ids that end a completion
-    turns: "UserResponder | Agent | None"  # tools and environment, or the agent; None without any
+    turns: UserResponder | Agent | None  # tools and environment, or the agent; None without any
     examples: list[Example]
     stream: PromptStream
     held_out: list[Example]  # examples of each evaluation; empty if the run has none

@@ -5,7 +5,6 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from grpo.agents.start import continuous_sampler
 from grpo.config.trainer import TrainerConfig
 from grpo.model.activations import checkpoint_activations, tile_mlps
 from grpo.model.fingerprint import describe
@@ -85,5 +84,4 @@ def choose_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel
             turns=inputs.turns,
             cuda_graphs=config.cuda_graphs,
             fused_kernels=config.fused_kernels,
-            continuous=continuous_sampler(config.agent is not None),
         )

@@ -23,13 +23,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from safetensors.numpy import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.agents.episodes import Agent
 from grpo.client.server_errors import RequestFailure, ServerError, ServersLost
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids, longest_sequence
@@ -48,9 +48,6 @@ from grpo.tools.dialogue import UserResponder
 from grpo.wire.agent_runs import RunAgent
 from grpo.wire.picture_files import pictures_of
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
-
-if TYPE_CHECKING:
-    from grpo.agents.episodes import Agent
 
 log = logging.getLogger(__name__)
 

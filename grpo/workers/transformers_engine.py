@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from grpo.agents.start import continuous_sampler
 from grpo.config.errors import ConfigError, RewardError, one_line
 from grpo.config.programs import WorkerConfig
 from grpo.config.sampling_settings import SharedConfig
@@ -77,7 +76,6 @@ class TransformersEngine:
                 packs=self._batcher.packs,
                 vision=self._batcher.vision,
                 turns=None if turns is None else turns.responder,
-                continuous=continuous_sampler(run.agent is not None),
             )
         self._run, self._turns, self._model = run, turns, model
         self._sampler.update_weights(version)
