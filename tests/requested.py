@@ -72,12 +72,12 @@ class Asked:
 
 
 def seen_turns(episode: Episode) -> list[dict]:
-    return [turn for turn in episode.facts().tree if turn["seen"]]
+    return [turn for turn in episode.record(4).tree if turn["seen"]]
 
 
 def unseen(episode: Episode) -> int:
     """How many segments were drawn, and never seen."""
-    return sum(turn["tokens"] > 0 and not turn["seen"] for turn in episode.facts().tree)
+    return sum(turn["tokens"] > 0 and not turn["seen"] for turn in episode.record(4).tree)
 
 
 def begun(episode: Episode) -> Counter[str]:

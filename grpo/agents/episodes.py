@@ -7,7 +7,7 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from grpo.agents.gateway import Gateway
 from grpo.agents.journal import Journal, RunJournal, read_program, sum_weights
 from grpo.agents.tree import Episode, Formats
 from grpo.config.sampling_settings import AnsweringConfig, AskedSections, label_of
-from grpo.data.records import Example, Outcome, Rollout
+from grpo.data.records import Example, Rollout
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.drawer import Drawer
 from grpo.sampling.generate import policy_that_draws
@@ -173,26 +173,16 @@ class Agent:
             answer = ending.answer
             passed = answer.reward > 0 if answer.passed is None else answer.passed
             rewards = {self.label: answer.reward, PASSED: float(passed)}
-        facts = episode.facts()
-        outcome = Outcome(
-            finished=not failure and facts.finished,
-            messages=facts.messages or [{"role": "assistant", "content": ""}],  # of one that asked nothing
-            tool_calls=facts.tool_calls,
-            tool_failures=facts.unreadable_calls,
+        record = episode.record(session.version)
+        outcome = replace(
+            record.outcome,
+            finished=not failure and record.finished,
+            messages=record.outcome.messages or [{"role": "assistant", "content": ""}],  # of one that asked nothing
             rewards=rewards,
             failure=failure,
             parts={} if ending.answer is None else ending.answer.parts,
         )
-        return Rollout(
-            completion_ids=facts.ids,
-            finished=outcome.finished,
-            text=facts.text,
-            sampling_logprobs=facts.logprobs,
-            policy_version=session.version,
-            outcome=outcome,
-            branches=episode.branches(),
-            tree=facts.tree,
-        )
+        return replace(record, finished=outcome.finished, outcome=outcome)
 
     def _note(self, failure: str, text: str) -> None:
         self._failures[failure] += 1

@@ -19,6 +19,7 @@ import numpy as np
 
 from grpo.agents.formats import Formats, read_messages, write_function
 from grpo.agents.requests import ChatRequest
+from grpo.data.records import Outcome, Rollout
 from grpo.sampling.draw import uniforms
 from grpo.sampling.sampler import Name
 from grpo.tools.turn_text import Turn
@@ -86,22 +87,6 @@ class Node:
             parts += node.ids, node.before
             node = node.parent
         return [*chain.from_iterable(reversed(parts))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Of an episode, for a run's records: all is of the segments that the program saw, in the order in which it asked
-    for them. If it asks for several at once that is the order of their arrival."""
-
-    ids: list[int]  # all that are trained on
-    logprobs: list[float]
-    text: str  # the drawn text without special tokens; segments are joined by line ends
-    messages: list[Message]
-    """as in Outcome.messages: all drawn text, and all that the program told the policy after its first request, once"""
-    finished: bool  # False if the run's limits cut a segment that nothing follows
-    tool_calls: int
-    unreadable_calls: int  # of them
-    tree: list[dict[str, Any]]  # each segment: see Rollout.tree
 
 
 class Episode:
@@ -202,19 +187,28 @@ class Episode:
                 branches.append(_join(path))
         return branches
 
-    def facts(self) -> Facts:
-        """Return what records need, of the episode so far."""
+    def record(self, version: int) -> Rollout:
+        """Return the record of the episode so far, drawn by this version of the policy, without rewards. All is of the
+        segments that the program saw, in the order in which it asked for them: of several at once that in which they
+        arrived. It has not finished if the run's limits cut a segment that nothing follows."""
         seen = [node for node in self.nodes if node.is_seen]
+        trained = [node for node in seen if node.is_trained]
         parents, turns = {node.parent for node in seen}, {node: turn for turn, node in enumerate(self.nodes)}
         decode = functools.partial(self.formats.tokenizer.decode, skip_special_tokens=True)
-        return Facts(
-            ids=[*chain.from_iterable(node.ids for node in seen if node.is_trained)],
-            logprobs=[*chain.from_iterable(node.logprobs for node in seen if node.is_trained)],
-            text="\n".join(decode(node.ids) for node in seen),
-            messages=_tell(seen),
+        outcome = Outcome(
             finished=all(node.finished or node.is_stopped for node in seen if node not in parents),
+            messages=_tell(seen),
             tool_calls=sum(node.calls for node in seen),
-            unreadable_calls=sum(node.unreadable for node in seen),
+            tool_failures=sum(node.unreadable for node in seen),
+        )
+        return Rollout(
+            completion_ids=[*chain.from_iterable(node.ids for node in trained)],
+            finished=outcome.finished,
+            text="\n".join(decode(node.ids) for node in seen),
+            sampling_logprobs=[*chain.from_iterable(node.logprobs for node in trained)],
+            policy_version=version,
+            outcome=outcome,
+            branches=self.branches(),
             tree=[_describe(node, turns) for node in self.nodes],
         )
 
@@ -327,9 +321,9 @@ def _join(path: list[Node]) -> Branch:
 
 
 def _tell(seen: list[Node]) -> list[Message]:
-    """Return the messages of these segments' replies, and those of tools and users before them; the prompt of the first
-    is left out. A program that rewrites its history, such as one that keeps the last twenty messages, sends messages
-    again: of those with the same text only the ones beyond the number told so far are new."""
+    """Return the messages of these segments' replies, and those of tools and users before them, as in Outcome.messages;
+    the prompt of the first is left out. A program that rewrites its history, such as one that keeps the last twenty
+    messages, sends messages again: of those with the same text only the ones beyond the number told so far are new."""
     told, known, messages = set(), Counter(), []
     for node in seen:
         rewrites, said = node.asked.begins not in (None, NEW), Counter()

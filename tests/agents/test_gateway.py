@@ -82,7 +82,7 @@ def test_a_conversation_goes_on_from_the_drawn_ids(desk):
         by_hand(desk, session, node)
     [branch] = session.episode.branches()
     assert branch.prompt_ids == session.episode.nodes[0].prompt_ids
-    tree = session.episode.facts().tree
+    tree = session.episode.record(4).tree
     assert [(row["turn"], row["after"], row["begins"]) for row in tree] == [
         (0, None, "new_conversation"),
         *((turn, turn - 1, None) for turn in (1, 2, 3)),
@@ -216,7 +216,7 @@ def test_what_cannot_be_drawn_is_refused_in_the_clients_terms(desk, fields, stat
     session, key = desk.begin()
     with pytest.raises(openai.APIStatusError) as raised:
         desk.client(key).chat.completions.create(model="policy", messages=QUESTION, extra_body=fields)
-    assert session.episode.facts().tree == []
+    assert session.episode.record(4).tree == []
     assert (raised.value.status_code, raised.value.param, raised.value.code) == (status, param, code)
     assert words in raised.value.message
 

@@ -130,7 +130,7 @@ def test_a_turn_that_was_cut_gets_its_end_undrawn(template):
     [branch] = asked.episode.branches()
     ends = [drawn for drawn, i in zip(branch.drawn, branch.completion_ids, strict=True) if i == tokenizer.eos_token_id]
     assert ends == [False, True] if template == "mistral" else [False, False, True]
-    assert not first.is_stopped and asked.episode.facts().finished
+    assert not first.is_stopped and asked.episode.record(4).finished
 
 
 def test_a_stop_text_cuts_the_reply_and_no_id():

@@ -177,13 +177,13 @@ def test_what_was_drawn_at_another_temperature_is_trained_on_nowhere(asked):
     assert branch.completion_ids == [*second.ids, *between, *fourth.ids]
     assert branch.drawn == [True] * len(second.ids) + [False] * len(between) + [True] * len(fourth.ids)
     assert [math.isnan(value) for value in branch.sampling_logprobs] == [not drawn for drawn in branch.drawn]
-    facts = asked.episode.facts()
-    assert facts.ids == [*second.ids, *fourth.ids] and len(facts.logprobs) == len(facts.ids)
-    assert [turn["trained"] for turn in facts.tree] == [False, True, False, True, False, False]
-    assert "three" in facts.text and fifth.is_seen
+    record = asked.episode.record(4)
+    assert record.completion_ids == [*second.ids, *fourth.ids] and record.drawn_tokens == len(record.sampling_logprobs)
+    assert [turn["trained"] for turn in record.tree] == [False, True, False, True, False, False]
+    assert "three" in record.text and fifth.is_seen
     only = Asked(asked.tokenizer)
     only.ask([user("1?")], "one", scale=2.0)
-    assert only.episode.branches() == only.episode.facts().ids == []
+    assert only.episode.branches() == only.episode.record(4).completion_ids == []
 
 
 def test_a_temperature_is_a_part_of_a_segments_name(asked):
@@ -197,7 +197,7 @@ def test_a_temperature_is_a_part_of_a_segments_name(asked):
 def test_a_segment_that_is_not_drawn_yet_is_nowhere(asked):
     asked.episode.ask(make_request([user("1?")]))
     assert asked.episode.branches() == seen_turns(asked.episode) == [] and unseen(asked.episode) == 0
-    assert asked.episode.facts().messages == [] and asked.episode.facts().finished
+    assert asked.episode.record(4).outcome.messages == [] and asked.episode.record(4).finished
 
 
 def test_an_unreadable_call_stays_in_the_text_and_is_counted(asked):
@@ -207,20 +207,20 @@ def test_an_unreadable_call_stays_in_the_text_and_is_counted(asked):
     assert [made["function"]["name"] for made in first.reply["tool_calls"]] == ["add"]
     second = asked.ask([user("1?"), sent_back(first), tool(first.reply["tool_calls"][0]["id"], "1")], text, [ADD])
     assert second.reply == {"role": "assistant", "content": text}
-    facts = asked.episode.facts()
-    assert (facts.tool_calls, facts.unreadable_calls) == (3, 2)
+    record = asked.episode.record(4)
+    assert (record.outcome.tool_calls, record.outcome.tool_failures) == (3, 2)
 
 
 def test_a_cut_call_is_text(asked):
     cut = ids_of(asked.tokenizer, call("add", a=1), ends=False)
     node = asked.ask([user("1?")], cut, [ADD])
-    assert "tool_calls" not in node.reply and not node.finished and not asked.episode.facts().finished
+    assert "tool_calls" not in node.reply and not node.finished and not asked.episode.record(4).finished
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 2}, {"stop": ["so"], "stop_at": 3}])
 def test_a_segment_that_ended_as_the_program_wanted_is_not_cut(asked, options):
     node = asked.ask([user("2?")], ids_of(asked.tokenizer, "so", ends=False)[:2], **options)
-    assert node.is_stopped and not node.finished and asked.episode.facts().finished
+    assert node.is_stopped and not node.finished and asked.episode.record(4).finished
 
 
 def test_records_tell_what_was_said_once(asked):
@@ -231,8 +231,8 @@ def test_records_tell_what_was_said_once(asked):
     sub = asked.ask([user("Translate one.")], "eins")
     third = asked.ask([*history, sent_back(second), user("In German?")], "eins!", [ADD])
     asked.ask(history, "lost", [ADD], seen=False)
-    facts = asked.episode.facts()
-    assert facts.messages == [
+    record = asked.episode.record(4)
+    assert record.outcome.messages == [
         {
             "role": "assistant",
             "content": "",
@@ -247,11 +247,13 @@ def test_records_tell_what_was_said_once(asked):
     ]
     # A message before two segments is told once.
     asked.ask([*history, sent_back(second), user("In German?")], "zwei", [ADD])
-    assert asked.episode.facts().messages == [*facts.messages, {"role": "assistant", "content": "zwei"}]
-    assert facts.ids == [*first.ids, *second.ids, *sub.ids, *third.ids] and len(facts.logprobs) == len(facts.ids)
-    assert facts.text == f"{call('add', a=1)}\n one\neins\neins!"
-    assert facts.finished and begun(asked.episode) == {"new_conversation": 2}
-    outcome = Outcome(finished=True, messages=facts.messages, tool_calls=1)
+    last = {"role": "assistant", "content": "zwei"}
+    assert asked.episode.record(4).outcome.messages == [*record.outcome.messages, last]
+    assert record.completion_ids == [*first.ids, *second.ids, *sub.ids, *third.ids]
+    assert record.drawn_tokens == len(record.sampling_logprobs)
+    assert record.text == f"{call('add', a=1)}\n one\neins\neins!"
+    assert record.finished and begun(asked.episode) == {"new_conversation": 2}
+    outcome = Outcome(finished=True, messages=record.outcome.messages, tool_calls=1)
     assert Outcome.of_json(outcome.to_json()) == outcome
 
 
@@ -260,7 +262,7 @@ def test_what_a_program_keeps_of_a_long_talk_is_told_once(asked):
     second = asked.ask([user("1?"), sent_back(first), tool("a", "7"), user("on")], "two")
     third = asked.ask([tool("a", "7"), user("on"), sent_back(second), user("on")], "three")
     asked.ask([user("on"), sent_back(second), user("on"), sent_back(third), user("on")], "four")
-    said = [(message["role"], message["content"]) for message in asked.episode.facts().messages]
+    said = [(message["role"], message["content"]) for message in asked.episode.record(4).outcome.messages]
     on = ("user", "on")
     assert [each for each in said if each[0] != "assistant"] == [("tool", "7"), on, on, on]
 
@@ -415,9 +417,9 @@ def test_each_drawn_token_is_in_one_branch_whatever_the_order_of_answers(case, h
                     trained.append((tuple(before), tuple(branch.completion_ids[place:end]), tuple(logprobs)))
                 place = end
         assert Counter(trained) == Counter(run.seen) and len(run.seen) > 0
-        facts = run.asked.episode.facts()
+        record = run.asked.episode.record(4)
         assert (len(seen_turns(run.asked.episode)), unseen(run.asked.episode)) == (len(run.seen), run.unseen)
-        assert Counter(facts.ids) == Counter(i for _, ids, _ in run.seen for i in ids)
+        assert Counter(record.completion_ids) == Counter(i for _, ids, _ in run.seen for i in ids)
         assert branches == runs[0].asked.episode.branches()
 
 
@@ -429,4 +431,4 @@ def test_the_programs_of_the_last_test_do_what_they_should():
     branches = sum(len(run.asked.episode.branches()) for run in runs)
     assert sum(len(seen_turns(episode)) for episode in episodes) > branches + 50
     assert branches >= sum(reasons.values()) > 0 and sum(map(unseen, episodes)) > 20
-    assert sum(episode.facts().unreadable_calls for episode in episodes) > 10
+    assert sum(episode.record(4).outcome.tool_failures for episode in episodes) > 10
