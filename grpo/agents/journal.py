@@ -11,7 +11,7 @@ that a draw follows from (`sum_weights`, `Journal`).
 
 A line is with the system before it is used, so that it survives a kill of any process. The last lines may be lost with
 the machine: then no program is left that has seen them. A pool's workers keep the same lines in the pool
-(grpo/workers/pool_journal.py).
+(grpo/workers/worker_episodes.py).
 """
 
 from __future__ import annotations

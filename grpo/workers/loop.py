@@ -30,7 +30,7 @@ from grpo.workers.engine import Engine, EngineError, WorkerFailed, WorkerTools, 
 from grpo.workers.weights_folder import ModelFolder, dtype_of
 
 if TYPE_CHECKING:
-    from grpo.workers.pool_journal import PoolJournal
+    from grpo.workers.worker_episodes import PoolJournal
 
 log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
@@ -141,7 +141,7 @@ class GenerationWorker:
             self._turns.close()
 
     def _open_journal(self) -> PoolJournal:
-        from grpo.workers.pool_journal import PoolJournal  # needs torch, which not every engine brings
+        from grpo.workers.worker_episodes import PoolJournal  # needs torch, which not every engine brings
 
         return PoolJournal(self._run, self.name, self._client, self._patience, self._fail)
 

@@ -23,7 +23,7 @@ from grpo import ALLOCATOR, GROWING
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.wire.picture_files import PicturedPrompt, with_more
-from grpo.workers.engine import VLLM_ROWS, EngineError, Segment, WorkerFailed, WorkerTools, draw_in_turns, make_result
+from grpo.workers.engine import VLLM_ROWS, EngineError, Segment, WorkerFailed, WorkerTools, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmServer, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
 
@@ -160,10 +160,9 @@ class VllmEngine:
 
             if run.agent is None:
                 return draw_in_turns(self.turns, run, task, draw_segment)
-            from grpo.workers.vllm_episodes import draw_group
+            from grpo.workers.worker_episodes import draw_group
 
-            example = self.turns.make_example(task)
-            return make_result(run, task, draw_group(self.turns.responder, example, run, task, draw_segment))
+            return draw_group(self.turns, run, task, draw_segment)
         segments = self._draw_segments(
             task.prompt_ids, count=run.num_generations, longest=run.max_completion_length, version=version
         )

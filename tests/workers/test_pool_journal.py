@@ -12,7 +12,7 @@ from grpo.data.records import Outcome, Rollout
 from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.protocol import Task, Version
 from grpo.sampling.drawer import Drawn
-from grpo.workers.pool_journal import PoolJournal
+from grpo.workers.worker_episodes import PoolJournal
 
 pytestmark = pytest.mark.slow
 
