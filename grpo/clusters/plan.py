@@ -19,7 +19,7 @@ from pathlib import Path
 import jinja2
 
 from grpo.config.command_line import to_yaml
-from grpo.config.errors import say_once
+from grpo.config.errors import ConfigError, say_once
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import read_records, writable
 
@@ -73,6 +73,15 @@ def share_of(config: LaunchConfig, cards: list[str], nnodes: int | None = None) 
         server_cards=here,
         worker_cards=worker_cards,
     )
+
+
+def are_enough(config: LaunchConfig, nnodes: int) -> bool:
+    """Tell whether so many machines have the GPUs that the run needs, and ranks for min_ranks."""
+    try:
+        share_of(config, list(map(str, range(config.gpus_per_node))), nnodes)
+    except ConfigError:
+        return False
+    return True
 
 
 @dataclass(kw_only=True)

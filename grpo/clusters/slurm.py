@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from grpo.clusters.plan import Role, fill_in, run_tool, share_of
+from grpo.clusters.plan import Role, are_enough, fill_in, run_tool
 from grpo.config.command_line import to_yaml
 from grpo.config.connection_settings import TOKEN_VARIABLE
-from grpo.config.errors import ConfigError, one_line, typed_command
+from grpo.config.errors import one_line, typed_command
 from grpo.config.programs import LaunchConfig
 from grpo.run.run_folder import writable
 
@@ -52,11 +51,12 @@ def job(config: LaunchConfig) -> str:
     token = f'{{ printf %s "${{{TOKEN_VARIABLE}:-}}" | grep . || head -c 32 /dev/urandom | base64; }}'
     if config.token_file is not None:
         token = f"cat {shlex.quote(str(Path(config.token_file).expanduser().absolute()))}"
+    fewest = next((count for count in range(1, config.nnodes) if are_enough(config, count)), config.nnodes)
     return fill_in(
         "slurm.sbatch",
         command=one_line(typed_command(), None),
         quoted_command=shlex.quote(typed_command()),
-        nodes=config.nnodes if config.min_ranks is None else f"{fewest_nodes(config)}-{config.nnodes}",
+        nodes=config.nnodes if config.min_ranks is None else f"{fewest}-{config.nnodes}",
         output=shlex.quote(log_of(config).replace("%", "%%")),  # sbatch fills in %j
         gpus_per_node=config.gpus_per_node,
         on_args=config.on_args,
@@ -65,16 +65,6 @@ def job(config: LaunchConfig) -> str:
         settings=to_yaml(config.passed_on()),
         python=shlex.quote(sys.executable),
     )
-
-
-def fewest_nodes(config: LaunchConfig) -> int:
-    """Return the number of nodes that min_ranks needs."""
-    cards = list(map(str, range(config.gpus_per_node)))
-    for count in range(1, config.nnodes):
-        with suppress(ConfigError):
-            share_of(config, cards, count)
-            return count
-    return config.nnodes
 
 
 def log_of(config: LaunchConfig) -> str:

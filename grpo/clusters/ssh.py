@@ -18,10 +18,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from grpo.clusters.plan import Role, run_again, run_tool, share_of, shared_files
+from grpo.clusters.plan import Role, are_enough, run_again, run_tool, shared_files
 from grpo.config.console import start_command
 from grpo.config.errors import COMMAND, ConfigError, on_stop_signals, one_line, typed_command
 from grpo.config.programs import LaunchConfig
@@ -65,7 +66,7 @@ def start(config: LaunchConfig, roles: list[Role]) -> int:
     launchers = Launchers(config)
     forget_stop(Path(config.output_dir))
     with shared_files(config) as files:
-        return launchers.run(files)
+        return run_again(Path(config.output_dir), partial(launchers.attempt, files))
 
 
 class Launchers:
@@ -77,18 +78,11 @@ class Launchers:
         self._hosts, _ = read_hosts(config.hostfile)
         self._ssh = [*_SSH, *shlex.split(config.on_args or "")]
         self._is_asked_to_stop = False
-        self._files: list[str] = []
         self._launchers: list[subprocess.Popen] = []
         for host, refusal in self._refusals().items():
             self._config.check(not refusal, hostfile=f"{host} cannot be used by ssh: {refusal}")
         # From here on a signal is answered: no folder with a token may stay behind.
         on_stop_signals(self._ask)
-
-    def run(self, files: list[str]) -> int:
-        """Run to the trainer's end and return the highest exit code of a machine. `files` are the options that name
-        settings and token."""
-        self._files = files
-        return run_again(self._run, self._attempt)
 
     def _is_over(self) -> bool:
         return self._is_asked_to_stop or is_stop_asked(self._run)
@@ -114,7 +108,8 @@ class Launchers:
         while not self._is_over():
             refusals = self._refusals()
             hosts = [host for host, refusal in refusals.items() if not refusal]
-            if len(hosts) == len(refusals) or (hosts and self._are_enough(len(hosts))):
+            may_be_fewer = self._config.min_ranks is not None and hosts
+            if len(hosts) == len(refusals) or (may_be_fewer and are_enough(self._config, len(hosts))):
                 return hosts
             if time.monotonic() > said + _SAID:
                 said, missing = time.monotonic(), [host for host in refusals if host not in hosts]
@@ -122,21 +117,13 @@ class Launchers:
             time.sleep(_RETRY)
         return []
 
-    def _are_enough(self, count: int) -> bool:
-        if self._config.min_ranks is None:
-            return False
-        try:
-            share_of(self._config, [""] * self._config.gpus_per_node, count)
-        except ConfigError:
-            return False
-        return True
-
-    def _attempt(self) -> int | None:
-        """Run a launcher on each machine. Return the highest exit code, 130 if the run is asked to stop before there
-        are machines, or None if one is lost, or a process there was killed or asked to stop."""
+    def attempt(self, files: list[str]) -> int | None:
+        """Run a launcher on each machine, with the options that name settings and token. Return the highest exit code,
+        130 if the run is asked to stop before there are machines, or None if one is lost, or a process there was killed
+        or asked to stop."""
         if not (hosts := self._wait_for_hosts()):
             return 130
-        self._launchers = [self._start(hosts, node) for node in range(len(hosts))]
+        self._launchers = [self._start(files, hosts, node) for node in range(len(hosts))]
         if self._is_asked_to_stop:  # between two attempts, when there was nobody to pass it on to
             self._interrupt()
         deadline, times = math.inf, 0
@@ -158,11 +145,11 @@ class Launchers:
         code = max(255 if code < 0 else 1 if times and code == 130 else code for code in codes)
         return code if code <= 128 or self._is_over() else None
 
-    def _start(self, hosts: list[str], node: int) -> subprocess.Popen:
+    def _start(self, files: list[str], hosts: list[str], node: int) -> subprocess.Popen:
         """Start a machine's launcher. With a terminal of its own there it gets Ctrl-C, and SIGHUP if ssh ends."""
         variables = {name: value for name, value in os.environ.items() if _TRAVELS.fullmatch(name)}
         words = ["env", *(f"{name}={value}" for name, value in (variables | {COMMAND: typed_command()}).items())]
-        words += [sys.executable, "-m", "grpo.launch", *self._files, "--resume_from_checkpoint", "last"]
+        words += [sys.executable, "-m", "grpo.launch", *files, "--resume_from_checkpoint", "last"]
         words += ["--nnodes", str(len(hosts)), "--node_rank", str(node), "--master_addr", hosts[0].rpartition("@")[2]]
         words += ["--master_port", str(self._config.master_port)]
         command = [*self._ssh, "-tt", hosts[node], self._in_this_folder(words)]
