@@ -125,16 +125,12 @@ class Store:
                 self.database.sql(f"DELETE FROM tasks WHERE {later}", version.version, version.version)
                 spoiled = self.database.sql("SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version)
                 for key in spoiled:
-                    self._store_task(self.find_task(key)[0])
+                    self.database.store("tasks", **_row(self.find_task(key)[0]))
                 self.database.sql("DELETE FROM journal WHERE weights NOT IN (SELECT weights FROM versions)")
             elif known is not None:  # a run that was started again sends a whole file after a delta
                 version = replace(known, whole=True)
-            self._write_version(version, version.to_json())
+            self.database.store("versions", version=version.version, weights=version.sha256, info=version.to_json())
         return removed
-
-    def _write_version(self, version: Version, info: bytes | None) -> None:
-        """Write a version's row. `info` is None once it is dropped."""
-        self.database.store("versions", version=version.version, weights=version.sha256, info=info)
 
     def versions(self) -> list[Version]:
         """Return all versions, the oldest first."""
@@ -158,7 +154,7 @@ class Store:
                         kept.add(number)
                 removed = [version for number, version in versions.items() if number not in kept]
                 for version in removed:
-                    self._write_version(version, None)
+                    self.database.store("versions", version=version.version, weights=version.sha256, info=None)
             self._drop_files_of(removed)
 
     def _check_files(self, version: Version) -> None:
@@ -191,8 +187,11 @@ class Store:
             for task in tasks:
                 known, _ = self.find_task(task.key)
                 if known is None:
-                    self._check_pictures(task)
-                    self._store_task(task)
+                    for sha256 in task.pictures:
+                        if self.files.size(sha256) is None:
+                            message = f"picture {sha256} of group {task.group} is not here"
+                            raise ProtocolError(409, "missing_file", message)
+                    self.database.store("tasks", **_row(task))
                 elif known != task:
                     reason = f"group {task.group} has another prompt, row or version in the pool"
                     raise ProtocolError(409, "other_run", f"{reason}: {_ANOTHER}")
@@ -262,16 +261,6 @@ class Store:
     def replaced(self, weights: Iterable[tuple[int, str]]) -> set[int]:
         """Return the versions, of these with their weights' SHA-256, that have other weights here."""
         return {number for number, sha256 in weights if self.find_version(number)[0] != sha256}
-
-    def _store_task(self, task: Task) -> None:
-        """Store a task without completions."""
-        self.database.store("tasks", **_row(task))
-
-    def _check_pictures(self, task: Task) -> None:
-        """Raise ProtocolError if a worker could not get a picture of this task."""
-        for sha256 in task.pictures:
-            if self.files.size(sha256) is None:
-                raise ProtocolError(409, "missing_file", f"picture {sha256} of group {task.group} is not here")
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
         """Return the first of these tasks' results, as `encode_drawn` writes them, and others up to `most_bytes`."""
