@@ -9,10 +9,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
-from stored import PROBE, run_info, task_of
+from stored import AGENT, PROBE, run_info, task_of
 
 from grpo.pool.protocol import GroupResult, Lease, RunInfo, Version, check_drawn
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.agent_runs import LONGEST_STORY, Branch, EpisodeRecord
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTools
 
@@ -62,6 +63,36 @@ ANSWERED = GroupResult(
     drawn=[[True, True, False, False, True, True], [True, True, False, True, True, True]],
     outcomes=OUTCOMES,
 )
+WITH_AGENT = replace(RUN, agent=AGENT)
+TURN = {"turn": 0, "after": None, "begins": "new_conversation", "prompt_tokens": 2, "tokens": 2}
+TURN |= {"seen": True, "trained": True, "asked_at": 0.0, "answered_at": 0.125}
+SAID = [{"role": "assistant", "content": "é"}]
+BRANCHES = [
+    Branch(
+        prompt_ids=[1, 2],
+        completion_ids=[4, 5, 9, 6],
+        sampling_logprobs=[-0.5, -0.25, NAN, -1.5],
+        drawn=[True, True, False, True],
+    ),
+    Branch(prompt_ids=[8], completion_ids=[3], sampling_logprobs=[-2.0], drawn=[True]),
+]
+TREE = [TURN, TURN | {"turn": 1, "after": 0, "begins": None}, TURN | {"turn": 2, "begins": "changed_history"}]
+EPISODES = GroupResult(
+    group=5,
+    attempt=0,
+    completions=[[4, 5, 6, 3], []],
+    logprobs=[[-0.5, -0.25, -1.5, -2.0], []],
+    versions=[[3, 3, 3, 3], []],
+    drawn=[[True] * 4, []],
+    outcomes=[
+        Outcome(finished=True, messages=SAID, rewards={"solve": 0.5, "passed": 1.0}, parts={"tests": 3.0}),
+        Outcome(finished=False, messages=SAID, failure="timeout"),
+    ],
+    episodes=[
+        EpisodeRecord(branches=BRANCHES, text="é\n\U0001f600", tree=TREE),
+        EpisodeRecord(branches=[], text="", tree=[TURN | {"tokens": 0, "seen": False, "trained": False}]),
+    ],
+)
 PLAIN = load(encode_tasks(TASKS))
 VERSION = Version(version=3, sha256="b" * 64, size=1000, whole=False, base=2, delta="c" * 64, probe=PROBE)
 
@@ -97,6 +128,13 @@ def test_what_a_run_with_turns_sends_comes_back_as_it_was_sent():
     assert Outcome.of_json(deep.to_json()) == deep
 
 
+def test_episodes_and_the_runs_agent_come_back_as_they_were_sent():
+    fields = "completions", "logprobs", "versions", "drawn", "outcomes", "episodes"
+    other = replace(EPISODES, group=6, **{name: getattr(EPISODES, name)[::-1] for name in fields})
+    assert str(decode_drawn(encode_drawn([EPISODES, other]))) == str([EPISODES, other])  # NaN differs from itself
+    assert RunInfo.of_json(WITH_AGENT.to_json()) == WITH_AGENT
+
+
 def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
     assert {*PLAIN} == {"groups", "attempts", "versions", "prompt_lengths", "prompt_ids"}
     of_drawn = {"groups", "attempts", "copies", "completion_lengths", "completion_ids", "logprobs", "versions"}
@@ -109,6 +147,7 @@ def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
 IN_ROWS = load(encode_tasks([replace(TASKS[0], columns="{ }"), TASKS[1]]))
 IN_TURNS = load(encode_drawn([ANSWERED]))
 IN_PICTURES = load(encode_tasks(PICTURED_TASKS))
+IN_EPISODES = load(encode_drawn([EPISODES]))
 
 
 @pytest.mark.parametrize(
@@ -136,12 +175,55 @@ IN_PICTURES = load(encode_tasks(PICTURED_TASKS))
         (IN_TURNS, "outcome_lengths", np.asarray([5, 5, 5], np.int32), "outcome_lengths has 3 numbers: send 2"),
         (IN_TURNS, "copies", np.asarray([3], np.int32), "copies add up to 3"),
         (IN_TURNS, "logprobs", np.zeros(5, np.float32), "different lengths"),
+        (IN_EPISODES, "branch_counts", np.array([2], np.int32), "branch_counts has 1 numbers: send 2"),
+        (IN_EPISODES, "branch_counts", np.array([2, 1], np.int32), "the lengths add up to 3, and there are 2"),
+        (IN_EPISODES, "branch_lengths", np.array([4, 2], np.int32), "the lengths add up to 6, and there are 5"),
+        (IN_EPISODES, "branch_lengths", np.array([5, 0], np.int32), "a length is 0: send at least 1"),
+        (IN_EPISODES, "branch_prompt_lengths", np.array([3], np.int32), "tensors of branches have different lengths"),
+        (IN_EPISODES, "branch_drawn", np.array([1, 1, 0, 1, 2], np.uint8), "branch_drawn has 2: send 0 or 1"),
+        (IN_EPISODES, "branch_logprobs", np.zeros(4, np.float32), "of branches' tokens have different lengths"),
+        (IN_EPISODES, "branch_ids", None, "branch_ids"),
+        (IN_EPISODES, "episode_lengths", None, "episode_lengths"),
+        (IN_EPISODES, "more", np.zeros(1, np.uint8), "unknown tensor 'more'"),
     ],
 )
 def test_damaged_tensors_are_refused(tensors, tensor, value, says):
     body = save({name: values for name, values in (tensors | {tensor: value}).items() if values is not None})
     with pytest.raises(ProtocolError, match=says) as refusal:
-        decode_drawn(body) if tensors is IN_TURNS else decode_tasks(body, 100)
+        decode_tasks(body, 100) if "prompt_ids" in tensors else decode_drawn(body)
+    assert refusal.value.status == 400
+
+
+def story(**changes) -> bytes:
+    return json.dumps({"text": "", "tree": [TURN]} | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        story(more=1),
+        story(text=7),
+        story(text="\ud800"),
+        story(tree={}),
+        story(tree=[7]),
+        story(tree=[TURN | {"seen": 1}]),
+        story(tree=[TURN | {"trained": None}]),
+        story(tree=[TURN | {"begins": "a b"}]),
+        story(tree=[TURN | {"asked_at": NAN}]),
+        story(tree=[{name: value for name, value in TURN.items() if name != "tokens"}]),
+        story(text="a" * LONGEST_STORY),
+    ],
+)
+def test_damaged_stories_are_refused(body):
+    tensors = load(encode_drawn([EPISODES]))
+    texts = [body, story()]
+    tensors["episodes"] = np.frombuffer(b"".join(texts), np.uint8)
+    tensors["episode_lengths"] = np.array([*map(len, texts)], np.int32)
+    with pytest.raises(ProtocolError) as refusal:
+        decode_drawn(save(tensors))
     assert refusal.value.status == 400
 
 
@@ -196,50 +278,81 @@ def swap(place: int, value, rows: list[list]) -> list[list]:
     return [[*rows[0][:place], value, *rows[0][place + 1 :]], rows[1]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"drawn": None, "outcomes": None}, "it has outcomes and the run no turns, or the run alone"),
-        ({"drawn": swap(5, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
-        ({"drawn": swap(0, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
-        ({"drawn": swap(1, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
-        ({"drawn": swap(2, True, ANSWERED.drawn)}, "continues after an eos"),
-        ({"logprobs": swap(4, NAN, ANSWERED.logprobs)}, "not finite"),
-        ({"logprobs": swap(2, -1.0, ANSWERED.logprobs)}, "an answer's token has a log-prob"),
-        ({"completions": swap(5, 7, ANSWERED.completions)}, "without an eos at its end is called finished"),
-        ({"outcomes": [replace(OUTCOMES[0], rewards={"Other": 1.0}), OUTCOMES[1]]}, "rewards {'Other'}"),
-    ],
-)
-def test_a_worker_that_lies_of_turns_is_refused(changes, says):
-    check_drawn(ANSWERED, WITH_TURNS, TASKS[0])
-    with pytest.raises(ProtocolError, match=says) as refusal:
-        check_drawn(replace(ANSWERED, **changes), WITH_TURNS, TASKS[0])
-    assert refusal.value.status == 422
-    limited = replace(WITH_TURNS, turns=replace(TURNS, max_turns=1))
-    with pytest.raises(ProtocolError, match="a completion has 2 turns: max_turns is 1"):
-        check_drawn(ANSWERED, limited, TASKS[0])
-    with pytest.raises(ProtocolError, match="it has outcomes"):
-        check_drawn(ANSWERED, replace(WITH_TURNS, turns=None), TASKS[0])
+LIES = [
+    ({"completions": [[4, 2]]}, "1 completions"),
+    ({"completions": [[4, 2], [5, 6, 7, 100]]}, "ids go from 5 to 100"),
+    ({"completions": [[2, 4], [5, 6, 7, 8]]}, "continues after an eos"),
+    ({"completions": [[4, 5], [5, 6, 7, 8]]}, "neither an eos nor"),
+    ({"completions": [[4, 2], [5, 6, 7, 8, 9]]}, "has 5 tokens"),
+    ({"logprobs": [[-0.5, 0.1], [-1.0, 0.0, -2.0, -0.125]]}, "above 0"),
+    ({"logprobs": [[-0.5, float("nan")], [-1.0, 0.0, -2.0, -0.125]]}, "not finite"),
+    ({"versions": [[3, 3], [3, 3, 4, 4]]}, "the task is of version 3"),
+]
+OF_TURNS = [
+    ({"drawn": None, "outcomes": None}, "it has outcomes and the run no turns, or the run alone"),
+    ({"drawn": swap(5, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
+    ({"drawn": swap(0, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
+    ({"drawn": swap(1, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
+    ({"drawn": swap(2, True, ANSWERED.drawn)}, "continues after an eos"),
+    ({"logprobs": swap(4, NAN, ANSWERED.logprobs)}, "not finite"),
+    ({"logprobs": swap(2, -1.0, ANSWERED.logprobs)}, "an answer's token has a log-prob"),
+    ({"completions": swap(5, 7, ANSWERED.completions)}, "without an eos at its end is called finished"),
+    ({"outcomes": [replace(OUTCOMES[0], rewards={"Other": 1.0}), OUTCOMES[1]]}, "rewards {'Other'}"),
+]
+
+
+def with_branch(**changes) -> dict:
+    first = replace(EPISODES.episodes[0], branches=[replace(BRANCHES[0], **changes), BRANCHES[1]])
+    return {"episodes": [first, EPISODES.episodes[1]]}
+
+
+OF_EPISODES = [
+    ({"episodes": None}, "it has episodes and the run no agent, or the run alone has"),
+    ({"outcomes": None}, "it has outcomes and the run no turns, or the run alone has"),
+    ({"versions": [[3, 3, 3, 2], []]}, "drawn by versions .*: the task is of version 3"),
+    ({"completions": [[4, 5, 6], []]}, "its branches draw 4 tokens, and it has 3"),
+    ({"logprobs": [[-0.5, -0.25, -1.5, -2.5], []]}, "its branches have other log-probs than the drawn tokens"),
+    (with_branch(prompt_ids=[1, 100]), "token ids go from 1 to 100: the vocabulary is 0 to 99"),
+    (with_branch(prompt_ids=[1] * 9), "a branch has 13 tokens: the most are 12"),
+    (with_branch(drawn=[True, True, True, False]), "a branch does not begin and end with drawn tokens"),
+    (with_branch(sampling_logprobs=[-0.5, -0.25, -0.1, -1.5]), "a token that is not drawn has a log-prob"),
+    (
+        {"outcomes": [replace(EPISODES.outcomes[0], rewards={"other": 1.0}), EPISODES.outcomes[1]]},
+        "rewards .*other.*, which the run's agent does not give",
+    ),
+    (
+        {"episodes": [replace(EPISODES.episodes[0], tree=[*TREE, TURN]), EPISODES.episodes[1]]},
+        "an episode has 4 turns: max_turns is 3",
+    ),
+    (
+        {"logprobs": [[0.5, -0.25, -1.5, -2.0], []], **with_branch(sampling_logprobs=[0.5, -0.25, NAN, -1.5])},
+        "a log-prob is above 0 or not finite",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("drawn", "run", "changes", "says"),
     [
-        ({"completions": [[4, 2]]}, "1 completions"),
-        ({"completions": [[4, 2], [5, 6, 7, 100]]}, "ids go from 5 to 100"),
-        ({"completions": [[2, 4], [5, 6, 7, 8]]}, "continues after an eos"),
-        ({"completions": [[4, 5], [5, 6, 7, 8]]}, "neither an eos nor"),
-        ({"completions": [[4, 2], [5, 6, 7, 8, 9]]}, "has 5 tokens"),
-        ({"logprobs": [[-0.5, 0.1], [-1.0, 0.0, -2.0, -0.125]]}, "above 0"),
-        ({"logprobs": [[-0.5, float("nan")], [-1.0, 0.0, -2.0, -0.125]]}, "not finite"),
-        ({"versions": [[3, 3], [3, 3, 4, 4]]}, "the task is of version 3"),
+        *((DRAWN, RUN, *lie) for lie in LIES),
+        *((ANSWERED, WITH_TURNS, *lie) for lie in OF_TURNS),
+        *((EPISODES, WITH_AGENT, *lie) for lie in OF_EPISODES),
     ],
 )
-def test_a_worker_that_lies_is_refused(changes, says):
-    check_drawn(DRAWN, RUN, TASKS[0])
+def test_a_worker_that_lies_is_refused(drawn, run, changes, says):
+    check_drawn(drawn, run, TASKS[0])
     with pytest.raises(ProtocolError, match=says) as refusal:
-        check_drawn(replace(DRAWN, **changes), RUN, TASKS[0])
+        check_drawn(replace(drawn, **changes), run, TASKS[0])
     assert refusal.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("turns", "says"),
+    [(replace(TURNS, max_turns=1), "a completion has 2 turns: max_turns is 1"), (None, "it has outcomes")],
+)
+def test_turns_that_the_run_does_not_have_are_refused(turns, says):
+    with pytest.raises(ProtocolError, match=says):
+        check_drawn(ANSWERED, replace(WITH_TURNS, turns=turns), TASKS[0])
 
 
 @pytest.mark.parametrize(
@@ -265,6 +378,10 @@ def with_turns(**changes) -> dict:
     return asdict(RUN) | {"turns": asdict(TURNS) | changes}
 
 
+def with_agent(**changes) -> dict:
+    return asdict(RUN) | {"agent": asdict(AGENT) | changes}
+
+
 @pytest.mark.parametrize(
     ("read", "found", "says"),
     [
@@ -278,6 +395,12 @@ def with_turns(**changes) -> dict:
         (RunInfo.of_json, with_turns(max_tool_response_length=None), "max_tool_response_length 'None'"),
         (RunInfo.of_json, with_turns(tool_call_parser=None), "tool_call_parser: send a text"),
         (RunInfo.of_json, with_turns(chat_template_kwargs=[]), "chat_template_kwargs: send an object or null"),
+        (RunInfo.of_json, with_agent(agent_history="other"), "agent_history 'other': send drawn or rendered"),
+        (RunInfo.of_json, with_agent(context=0), "context"),
+        (RunInfo.of_json, with_agent(program="abc"), "program: send a list of texts"),
+        (RunInfo.of_json, with_agent(agent_failure_reward="0"), "agent_failure_reward: send a number or null"),
+        (RunInfo.of_json, with_agent(chat_template_kwargs=[]), "chat_template_kwargs: send an object or null"),
+        (RunInfo.of_json, with_agent(more=1), "unknown field 'more'"),
         (RunInfo.of_json, asdict(RUN) | {"temperature": 0}, "temperature '0'"),
         (RunInfo.of_json, asdict(RUN) | {"eos_token_ids": [100]}, "eos_token_ids has 100"),
         (RunInfo.of_json, asdict(RUN) | {"run": "x"}, "16 hex digits"),
