@@ -46,7 +46,6 @@ FAULTS = (
     "dies_at_start",
     "dies_at_draw",  # as with a head size that the attention does not know
     "hangs_at_draw",
-    "awaits_weights",  # that is none: the first ones draw ten tokens of a completion, and no more
     "draws_nan",
     "mixes_weights",  # a completion of two versions
 )
@@ -150,8 +149,6 @@ class Fake:
             time.sleep(0.001)
             self.changed.acquire()
             self.wait_turn()
-            while "awaits_weights" in self.faults and self.version == "0" and request.length == 10:
-                self.changed.wait()
             self.tokens += request.draw_a_token(self.version, self.longest)
         self.running.remove(request)
         return {"choices": [self.choice(index, row) for index, row in enumerate(request.rows)]}
@@ -195,10 +192,6 @@ class Request:
         self.ids, self.model, self.parameters, self.inputs = ids, model, parameters, inputs
         self.generator = torch.Generator().manual_seed(seed)
         self.rows = [Row() for _ in range(parameters["n"])]
-
-    @property
-    def length(self) -> int:
-        return max(len(row.ids) for row in self.rows)
 
     def draw_a_token(self, version: str, longest: int) -> int:
         """Draw the next token of each row that has not ended; return how many."""

@@ -12,7 +12,8 @@ from grpo.workers.weights_folder import WEIGHTS
 
 
 class PlainEngine:
-    """Every completion is an eos. What happened is in `calls`; a test may let it fail, or hold it."""
+    """Every completion is an eos: a group's first by the version with which it began, the others by that at its end.
+    What happened is in `calls`; a test may let it fail, or hold it."""
 
     card = "a card"
 
@@ -53,7 +54,7 @@ class PlainEngine:
             self.draws += 1
             self.most_at_a_time = max(self.most_at_a_time, self.drawing)
             self.failing -= 1
-            fails = self.failing >= 0
+            fails, began_with = self.failing >= 0, self.version
         try:
             self.go.wait()
             if fails:
@@ -68,7 +69,7 @@ class PlainEngine:
             attempt=task.attempt,
             completions=ids,
             logprobs=logprobs,
-            versions=[[self.version]] * copies,
+            versions=[[began_with], *[[self.version]] * (copies - 1)],
         )
 
     def close(self) -> None:

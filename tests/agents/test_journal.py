@@ -1,6 +1,5 @@
 """What a run drew for programs, and which episodes had ended, as the run that goes on finds it."""
 
-import json
 import math
 import resource
 from concurrent.futures import Future
@@ -135,14 +134,6 @@ def test_a_full_disk_is_named_and_what_was_half_written_is_no_answer(open_journa
     last = begun(open_journal())
     assert last.find((9, 0, 0), "first") == last.find((9, 0, 2), "first") == DRAWN
     assert last.find((9, 0, 1), "first") is None
-
-
-def test_a_record_is_with_the_system_before_it_is_used(open_journal, tmp_path):
-    journal = begun(open_journal())
-    for number in range(20):
-        add(journal, (9, 0, number))
-        [path] = (tmp_path / "journal").iterdir()
-        assert json.loads(path.read_bytes().splitlines()[-1])["episode"] == [9, 0, number]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

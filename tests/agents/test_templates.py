@@ -158,16 +158,6 @@ def test_an_empty_thought_that_the_prompt_ends_with_makes_no_branches():
     assert text.count("<think>\n\n</think>\n\n") == 3 and sum(branch.drawn) == sum(len(ids) for _, ids in asked.given)
 
 
-def test_a_program_that_drops_the_thinking_begins_a_branch():
-    tokenizer = talker(THINKS)
-    asked = Asked(tokenizer)
-    first = asked.ask([user("1?")], "<think>\nso\n</think>\n\none")
-    asked.ask([user("1?"), sent_back(first, content="one"), user("And?")], "two")
-    assert begun(asked.episode) == {"new_conversation": 1, "assistant_not_drawn": 1}
-    sums = [sum(branch.drawn) for branch in asked.episode.branches()]
-    assert sorted(sums) == sorted(len(ids) for _, ids in asked.given)
-
-
 @pytest.mark.parametrize("history", ["drawn", "rendered"])
 def test_a_history_that_the_template_writes_otherwise(history):
     tokenizer = talker(THINKS)
