@@ -42,8 +42,7 @@ from benchmarks import agent_step
 from benchmarks.agent_step import playing
 from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.model import build_model, build_tokenizer
-from grpo.agents.exchange import EpisodeLimits, RunningEpisode
-from grpo.agents.gateway import Gateway
+from grpo.agents.gateway import EpisodeLimits, Gateway, RunningEpisode
 from grpo.agents.requests import read_request
 from grpo.agents.tree import Episode, Formats
 from grpo.config.trainer import TrainerConfig

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import openai
 from servers import wait_until
 
-from grpo.agents.exchange import EpisodeLimits, RunningEpisode
-from grpo.agents.gateway import Gateway
+from grpo.agents.gateway import EpisodeLimits, Gateway, RunningEpisode
 from grpo.agents.journal import RunJournal
 from grpo.agents.tree import Episode, Formats
 from grpo.sampling.drawer import Drawer

@@ -14,8 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.agents.agent_processes import HOST_LOST, AgentProgram, AgentPrograms, Ending
-from grpo.agents.exchange import EpisodeLimits, RunningEpisode
-from grpo.agents.gateway import Gateway
+from grpo.agents.gateway import EpisodeLimits, Gateway, RunningEpisode
 from grpo.agents.journal import Journal, RunJournal, read_program, sum_weights
 from grpo.agents.tree import Episode, Formats
 from grpo.config.sampling_settings import AnsweringConfig, AskedSections, label_of

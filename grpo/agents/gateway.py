@@ -7,26 +7,269 @@ It listens on 127.0.0.1 alone. A request waits in a thread of the web server unt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import queue
 import secrets
 import threading
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import bottle
 
-from grpo.agents.exchange import MODEL, ChatExchange, RunningEpisode
-from grpo.agents.requests import Refused, read_request
+from grpo.agents.journal import Journal
+from grpo.agents.requests import ChatRequest, Refused, read_request
+from grpo.agents.tree import Episode, Node
 from grpo.config.server import ServerConfig
+from grpo.sampling.drawer import Drawer, Drawn, Segment
 from grpo.server.http import THREADS, HttpServer
+from grpo.wire.health import fingerprint
 from grpo.wire.refusals import ProtocolError
 
 log = logging.getLogger(__name__)
 
 _BODY_BYTES = 4 << 20  # of a request: a hundred times what a long context has
 _CONNECTIONS = 4  # of each episode
+_MODEL = "policy"  # its name in the API
+_HOTTEST = 2  # highest temperature of a request, as OpenAI has it
+_SHARPEST = 2.0**40  # the scale of greedy drawing: the most likely token gets all
+_PARTIAL = "\ufffd"  # decoded from a part of a character's bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """What an episode may draw."""
+
+    longest: int  # tokens of a segment
+    context: int  # tokens of a request with its segment
+    turns: int  # segments
+    temperature: float  # the run's
+    draw_temperature: float  # an evaluation may have its own; 1 where it draws greedily
+    may_sample: bool = False  # whether a request may have another, as the setting agent_may_sample says
+
+
+@dataclass(eq=False, kw_only=True)
+class RunningEpisode:
+    """A running episode."""
+
+    episode: Episode
+    drawer: Drawer
+    limits: EpisodeLimits
+    version: int  # of the policy
+    journal: Journal | None = None  # of an episode that is trained on
+    on_wait: Callable[[bool], None] = lambda waits: None  # is told that a request begins (True), and that it has ended
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the episode
+    segments: dict[Node, Segment] = field(default_factory=dict)
+    exchanges: dict[str, ChatExchange] = field(default_factory=dict)  # by a request's body, for the client's retries
+    began: float = field(default_factory=time.monotonic)
+    turns: int = 0
+    refusal: str = ""  # the code of the last refusal at a limit, which is how an episode that then fails has failed
+    is_over: bool = False
+
+    def check_turns(self, segments: int) -> None:
+        """Raise Refused if so many more segments are above the limit."""
+        if self.turns + segments > self.limits.turns:
+            message = f"the episode has {self.turns} turns, and may have {self.limits.turns} (max_turns): end it"
+            raise self.refuse(message, code="max_turns")
+
+    def refuse(self, message: str, *, code: str, param: str | None = None) -> Refused:
+        """Return the refusal of a request at a limit."""
+        self.refusal = code
+        return Refused(message, code=code, param=param)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let a request of the program wait inside."""
+        self.on_wait(True)
+        try:
+            yield
+        finally:
+            self.on_wait(False)
+
+
+class ChatExchange:
+    """A request while it is drawn and after it."""
+
+    def __init__(self, session: RunningEpisode, wanted: ChatRequest):
+        """Ask for the segments. Raises Refused."""
+        self._session, self._wanted = session, wanted
+        self._tokenizer = session.episode.formats.tokenizer
+        self._answer: dict[str, Any] | None = None
+        self._lock = threading.Lock()  # of the answer, which a retry may wait for too
+        self._pieces: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        """for a stream: which segment has which text by now; None: one has ended"""
+        self._is_streamed = False
+        scale = find_scale(wanted, session.limits)
+        with session.lock:  # as whole as its end, which cancels the segments
+            if session.is_over:
+                raise Refused("the episode is over", code="episode_over")
+            session.check_turns(wanted.n)
+            self.nodes: list[Node] = session.episode.ask(wanted, scale)
+            self._prompt_ids = self.nodes[0].prompt_ids
+            room = self._find_room()
+            session.turns += wanted.n  # a refused request takes none
+            self._wanted = replace(wanted, messages=[])  # else each turn would keep all before it
+            self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
+        for segment in self._segments:
+            if not segment.done.done():
+                session.drawer.submit(segment)
+
+    def _find_room(self) -> int:
+        """Return the most tokens of a segment. Raises Refused without any."""
+        limits, length = self._session.limits, len(self._prompt_ids)
+        room = min(self._wanted.max_tokens or limits.longest, limits.longest, limits.context - length)
+        if room < 1:
+            self._session.episode.withdraw(self.nodes)
+            message = f"messages: they have {length} tokens, and with an answer may have {limits.context}: send fewer"
+            raise self._session.refuse(message, code="context_length_exceeded", param="messages")
+        return room
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._session.began
+
+    def _segment(self, number: int, node: Node, room: int) -> Segment:
+        session, watches = self._session, bool(self._wanted.stop) or self._wanted.stream
+        segment = Segment(
+            prompt_ids=self._prompt_ids,
+            room=room,
+            numbers=session.episode.numbers(node, room),
+            scale=node.asked.scale,
+            after=session.segments.get(node.parent),
+            find_end=(lambda ids: self._watch(number, ids)) if watches else None,
+        )
+        node.asked_at, session.segments[node] = self._seconds(), segment
+        if session.journal is not None:
+            episode, request = session.episode.name, fingerprint(node.name, room, self._wanted.stop)
+            segment.keep = functools.partial(session.journal.add, episode, request)
+            if drawn := session.journal.find(episode, request):  # before the run was killed
+                segment.done.set_result(drawn)
+        segment.done.add_done_callback(lambda _: self._pieces.put(None))
+        return segment
+
+    def _watch(self, number: int, ids: list[int]) -> int | None:
+        """See Segment.find_end: it ends with the token in which a stop text ends, whose last token may have more."""
+        place = self._find_stop(ids)
+        if self._wanted.stream:
+            text = self._text(ids)
+            held_back = max(map(len, self._wanted.stop), default=1) - 1  # a stop text may have begun
+            self._pieces.put((number, text[: max(0, len(text) - held_back) if place is None else place]))
+        if place is None:
+            return None
+        return bisect_left(range(len(ids)), True, key=lambda count: self._find_stop(ids[:count]) is not None)
+
+    def _find_stop(self, ids: list[int]) -> int | None:
+        """Return the place in the text at which the first stop text begins; None without."""
+        if not self._wanted.stop:
+            return None
+        text = self._text(ids)
+        return min((place for stop in self._wanted.stop if (place := text.find(stop)) >= 0), default=None)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the segments, and return the answer, the same one each time. Raises Refused if the episode ends."""
+        with self._lock:
+            if self._answer is None:
+                self._answer = self._finish()
+            return self._answer
+
+    def hand_over(self, is_gone: bool) -> None:
+        """Note that the program has the answer, unless its connection is gone."""
+        for node in self.nodes:
+            node.is_seen = node.is_seen or not is_gone
+
+    def _finish(self) -> dict[str, Any]:
+        choices = []
+        for number, (node, segment) in enumerate(zip(self.nodes, self._segments, strict=True)):
+            try:
+                drawn = segment.done.result()
+            except CancelledError:
+                raise Refused("the episode is over", code="episode_over") from None
+            except Exception as error:  # the sampler's, which raises it too
+                raise Refused(f"the run has failed: {error}", status=503) from None
+            stop_at = self._find_stop(drawn.ids)
+            with self._session.lock:
+                if self._session.is_over:
+                    raise Refused("the episode is over", code="episode_over")
+                version, node.answered_at = self._session.version, self._seconds()
+                self._session.episode.drew(node, drawn.ids, drawn.logprobs, version, stop_at=stop_at)
+            reason = "stop" if node.finished or stop_at is not None else "length"
+            choices.append(
+                {
+                    "index": number,
+                    "message": node.reply,
+                    "finish_reason": "tool_calls" if node.reply.get("tool_calls") else reason,
+                    "logprobs": self._logprobs(drawn) if self._wanted.logprobs else None,
+                }
+            )
+        prompt, completion = len(self._prompt_ids), sum(len(node.ids) for node in self.nodes)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{self.nodes[0].name}", "object": kind, "created": int(time.time()), "model": _MODEL}
+
+    def _logprobs(self, drawn: Drawn) -> dict[str, Any]:
+        content = []
+        for token, logprob in zip(drawn.ids, drawn.logprobs, strict=True):
+            text = self._tokenizer.decode([token])
+            content.append({"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+    def stream(self) -> Iterator[dict[str, Any]]:
+        """Yield the answer in pieces, as they are drawn; to a retry whole, as the first stream may have taken some. A
+        text that may be the begin of a call waits for its end."""
+        head, sent = self._head("chat.completion.chunk"), [0] * len(self.nodes)
+
+        def chunk(number: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            return {**head, "choices": [{"index": number, "delta": delta, "finish_reason": reason}]}
+
+        for number in range(len(self.nodes)):
+            yield chunk(number, {"role": "assistant", "content": ""})
+        left, self._is_streamed = 0 if self._is_streamed else len(self.nodes), True
+        while left:
+            piece = self._pieces.get()
+            if piece is None:
+                left -= 1
+                continue
+            number, text = piece
+            if not self._wanted.tools and len(text) > sent[number] and not text.endswith(_PARTIAL):
+                yield chunk(number, {"content": text[sent[number] :]})
+                sent[number] = len(text)
+        whole = self.answer()
+        for choice in whole["choices"]:
+            number, message = choice["index"], choice["message"]
+            if rest := (message["content"] or "")[sent[number] :]:
+                yield chunk(number, {"content": rest})
+            if calls := message.get("tool_calls"):
+                yield chunk(number, {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]})
+            yield chunk(number, {}, choice["finish_reason"])
+        if self._wanted.include_usage:
+            yield {**head, "choices": [], "usage": whole["usage"]}
+
+
+def find_scale(wanted: ChatRequest, limits: EpisodeLimits) -> float:
+    """Return the segment's scale. Raises Refused for sampling settings that are not allowed: the loss scores tokens as
+    the run draws them."""
+    if wanted.top_p not in (None, 1):
+        raise Refused(f"top_p: {wanted.top_p:g}: the run draws with 1: leave it out", param="top_p")
+    ours, theirs = limits.temperature, wanted.temperature
+    if theirs is None or theirs == ours:
+        return 1.0
+    if not limits.may_sample:
+        remedy = f"the run draws with {ours:g}: leave it out, or start the run with agent_may_sample"
+        raise Refused(f"temperature: {theirs:g}: {remedy}", param="temperature")
+    if not 0 <= theirs <= _HOTTEST:
+        raise Refused(f"temperature: {theirs:g}: send a number from 0 to {_HOTTEST}", param="temperature")
+    return min(limits.draw_temperature / theirs, _SHARPEST) if theirs else _SHARPEST
 
 
 class Gateway:
@@ -109,7 +352,7 @@ class _App(bottle.Bottle):
 
     def _models(self) -> dict[str, Any]:
         self._gateway.find(bottle.request.get_header("Authorization", ""))
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "grpo"}
+        model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "grpo"}
         return {"object": "list", "data": [model]}
 
     def _chat(self) -> bottle.HTTPResponse | Iterator[bytes]:

@@ -22,8 +22,7 @@ from requested import begun
 from rounding import assert_rounded
 from servers import wait_until
 
-from grpo.agents.exchange import EpisodeLimits, RunningEpisode, find_scale
-from grpo.agents.gateway import Gateway
+from grpo.agents.gateway import EpisodeLimits, Gateway, RunningEpisode, find_scale
 from grpo.agents.journal import RunJournal
 from grpo.agents.requests import read_request
 from grpo.agents.tree import Episode

@@ -39,8 +39,7 @@ from grpo.model.pictures import load_processor, vision_parameters
 from grpo.pool.protocol import Probe, RunInfo, check_drawn
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.workers.engine import EngineError, WorkerFailed, WorkerTools
-from grpo.workers.vllm_engine import SERVER, VllmEngine
-from grpo.workers.vllm_process import VllmServer
+from grpo.workers.vllm_engine import SERVER, VllmEngine, VllmServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
@@ -573,7 +572,7 @@ def test_whatever_vllm_started_ends_with_a_killed_worker(tmp_path):
 import sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 from pathlib import Path
-from grpo.workers.vllm_process import VllmServer
+from grpo.workers.vllm_engine import VllmServer
 server = VllmServer(["sh", "-c", "sleep 1000 & sleep 1000; exit 3", "sh"], {{"PATH": "/usr/bin:/bin"}}, Path("log"))
 print("started", flush=True)
 time.sleep(1000)
