@@ -21,7 +21,7 @@ from processes import left_of, processes_below, ranks_of
 from recorded import write_rows
 from safetensors.torch import load_file
 from servers import wait_until
-from trainer_runs import finish, lines, options, plain_python, start, timeless, training, went_on
+from trainer_runs import finish, lines, options, start, timeless, training, went_on
 
 import grpo
 from grpo.pool.task_tensors import decode_drawn
@@ -70,9 +70,9 @@ async def advised(task, client):
 
 
 async def hang(task, client):
-    await solve(task, client)
-    while True:
+    while task["question"].startswith("3:"):
         pass
+    return await solve(task, client)
 '''
 
 
@@ -164,9 +164,9 @@ def journal_of(folder, version: int) -> tuple[dict[tuple, list[int]], dict[tuple
     return drawn, ended
 
 
-def test_a_killed_run_draws_only_what_it_had_not_and_leaves_no_program_behind(run, slow):
+def test_a_killed_run_draws_only_what_it_had_not_then_nothing_and_leaves_no_program_behind(run, slow):
     agent, marks = slow
-    words, folder = run("killed", agent=agent, eval_steps=0, max_steps=2), run.of("killed")
+    words, folder = run("killed", agent=agent, eval_steps=0, max_steps=2, save_total_limit=0), run.of("killed")
     process = start(*words)
     wait_until(lambda: len(journal_of(folder, 1)[1]) >= 6, 90, process)
     process.send_signal(signal.SIGKILL)
@@ -189,19 +189,11 @@ def test_a_killed_run_draws_only_what_it_had_not_and_leaves_no_program_behind(ru
     assert [row["step"] for row in timeless(folder)] == [1, 2]
     assert len(lines(folder / "completions.jsonl")) == len({*map(str, lines(folder / "completions.jsonl"))})
 
-
-def test_rounds_after_a_checkpoint_are_taken_from_the_journal_bit_by_bit(run, slow):
-    agent, marks = slow
-    words, folder = run("again", agent=agent, eval_steps=0, save_total_limit=0), run.of("again")
+    weights, rows, count = trained_weights(folder), timeless(folder), len([*marks.iterdir()])
+    for left in ("checkpoint-2", "model"):  # step 2 once more, of the journal alone
+        shutil.rmtree(folder / left)
     finish(1, words)
-    weights, rows = trained_weights(folder), timeless(folder)
-    count = len([*marks.iterdir()])
-    for step in (2, 3):
-        shutil.rmtree(folder / f"checkpoint-{step}")
-    finish(1, [*words, f"--resume_from_checkpoint={folder}/checkpoint-1"])
-    assert len([*marks.iterdir()]) == count == 3 * 32
-    assert timeless(folder)[-2:] == rows[-2:]
-    assert trained_weights(folder) == weights
+    assert (len([*marks.iterdir()]), timeless(folder), trained_weights(folder)) == (count, rows, weights)
 
 
 def trained_weights(folder) -> dict[str, bytes]:
@@ -405,26 +397,16 @@ def test_a_line_of_a_chat_is_an_episode(shop):
     assert "LookupError: this shop is closed" in done.stderr
 
 
-def test_an_episode_whose_context_is_full_says_so(shop, run):
+def test_episodes_that_hang_or_whose_context_is_full_say_so_and_earn_the_reward_of_failures(shop, run):
     changes = {"max_prompt_length": 100, "eval_steps": 0, "max_steps": 1, "max_turns": 2}
+    changes |= {"agent": f"{shop}/agent.py:hang", "agent_timeout": 1, "agent_failure_reward": -1}
     finish(1, run("full", **changes))
     [row] = timeless(run.of("full"))
-    kinds = {name: value for name, value in row.items() if name.startswith("agent/failures/")}
-    assert {*kinds} <= {"agent/failures/context_length_exceeded", "agent/failures/max_turns"}
-    assert sum(kinds.values()) == 32 * row["agent/failure_frequency"] > 0
-
-
-def test_a_program_that_hangs_is_ended_and_its_group_is_completed(shop, run):
-    changes = {"agent": f"{shop}/agent.py:hang", "agent_timeout": 0.7, "agent_failure_reward": -1}
-    finish(1, run("hangs", max_steps=1, eval_steps=0, prompts_per_step=2, **changes))
-    [row] = timeless(run.of("hangs"))
-    assert row["agent/failures/timeout"] == 8 and row["rewards/hang/mean"] == -1
-
-
-def test_what_cannot_run_is_refused_at_the_start(run):
-    ended = plain_python(*run("refused", agent_python="/no/python"))
-    assert ended.returncode == 2
-    assert "the interpreter /no/python cannot be started" in ended.stdout.splitlines()[-1]
+    kinds = {name.split("/")[2]: value for name, value in row.items() if name.startswith("agent/failures/")}
+    assert {*kinds} <= {"timeout", "context_length_exceeded", "max_turns"} and kinds["timeout"] >= 4
+    assert sum(kinds.values()) == 32 * row["agent/failure_frequency"]
+    records = lines(run.of("full", "completions.jsonl"))
+    assert records and all((record["rewards/hang"] == -1) == bool(record["failure"]) for record in records)
 
 
 HARMS = """
