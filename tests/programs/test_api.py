@@ -1,11 +1,13 @@
 """`grpo.train` in scripts as users write them: what a run returns, mistakes, Ctrl-C, ranks; and `grpo.RefClient`."""
 
+import importlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from functools import partial, update_wrapper
 from pathlib import Path
 
 import datasets
@@ -21,11 +23,12 @@ from servers import exact, wait_until
 from trainer_runs import lines
 
 import grpo
+from grpo.rewards.compute import load_reward_funcs
 from grpo.run.run_folder import write_progress
 
 ELSEWHERE = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
 BEGIN = """
-import json, os
+import json, os, subprocess
 import datasets, grpo
 
 MARK = "z"
@@ -40,6 +43,7 @@ def marks(completions, source, **kwargs):
 marks.is_verdict = True
 
 def judge(completions, **kwargs):
+    print("sleeper", subprocess.Popen(["sleep", "300"], start_new_session=True).pid, flush=True)
     os.write(1, b"\\xff bytes that are no text\\nprog.cpp:3:5: error: of a compiler\\n")
     return [0.0 for _ in completions]
 
@@ -68,6 +72,7 @@ def ended(process: subprocess.Popen, code: int = 0) -> str:
 
 @pytest.mark.slow
 def test_the_page_s_script_trains_evaluates_asks_and_draws(model_folder, tmp_path):
+    """A program that stays in the background with the run's stdout is not waited for."""
     (text,) = re.findall(r"```python\n(import grpo\n.*?)```", (REPOSITORY / "docs/python.md").read_text(), re.DOTALL)
     for old, new in {
         '"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(model_folder)),
@@ -89,6 +94,10 @@ def test_the_page_s_script_trains_evaluates_asks_and_draws(model_folder, tmp_pat
     assert "bytes that are no text" in output and "of a compiler" in output
     assert own["eval_rewards/brevity/mean"] == metrics[2]["eval_rewards/brevity/mean"]
     assert asked[end:].endswith(f" {tmp_path}/run/model") and len(asked[end:]) > len(f"  {tmp_path}/run/model")
+    sleepers = re.findall("sleeper ([0-9]+)", output)
+    for pid in sleepers:
+        os.kill(int(pid), signal.SIGKILL)  # fails if it is gone
+    assert sleepers
 
 
 @pytest.mark.rare
@@ -155,47 +164,39 @@ def test_a_folder_that_cannot_be_used_is_a_mistake_and_the_current_one_can(tmp_p
         grpo.train("model", output_dir=".", train_dataset=[])
 
 
-@pytest.mark.slow
-def test_each_of_several_partials_and_objects_has_a_name_and_a_users_module_may_have_any(model_folder, tmp_path):
-    """Also with the name that update_wrapper gives them, Open-R1's way. A program that stays in the background with the
-    run's stdout is not waited for."""
+def test_each_of_several_partials_and_objects_has_a_name_and_a_users_module_may_have_any(tmp_path, monkeypatch):
+    """Also with the name that update_wrapper gives them, Open-R1's way."""
+
+    def scaled(completions, scale, **kwargs):
+        return [float(scale) for _ in completions]
+
+    class Judge:
+        def __init__(self, reward):
+            self.reward = reward
+
+        def __call__(self, completions, **kwargs):
+            return [self.reward for _ in completions]
+
+    monkeypatch.setattr("grpo.api._follow", lambda *_: None)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "functions.py").write_text(
         "def of_module(completions, **kwargs):\n    return [5.0 for _ in completions]\n"
     )
-    text = """
-import functools, functions, subprocess
-
-def scaled(completions, scale, **kwargs):
-    return [float(scale) for _ in completions]
-
-class Judge:
-    def __init__(self, reward):
-        self.reward = reward
-    def __call__(self, completions, **kwargs):
-        print("sleeper", subprocess.Popen(["sleep", "300"], start_new_session=True).pid)
-        return [self.reward for _ in completions]
-
-given = [functools.partial(scaled, scale=1), functools.update_wrapper(functools.partial(scaled, scale=2), scaled)]
-given += [Judge(3.0), Judge(4.0), functions.of_module, functools.partial(scaled, scale=6)]
-given[-1].__name__ = "sixfold"
-
-def twice(name):
-    def reward(completions, **kwargs): return [0.0]
-    return reward
-
-if __name__ == "__main__":
-    grpo.train(MODEL, train_dataset=rows, reward_funcs=given, dry_run=True, output_dir="run", **small)
-    grpo.train(MODEL, train_dataset=rows, reward_funcs=[twice(1), twice(2)], dry_run=True, **small)
-"""
-    output = ended(script(tmp_path, text.replace("MODEL", repr(str(model_folder)))), 1)
-    sleepers = [int(pid) for pid in re.findall("sleeper ([0-9]+)", output)]
-    for pid in sleepers:
-        os.kill(pid, signal.SIGKILL)  # fails if it is gone
-    assert sleepers
+    given = [partial(scaled, scale=1), update_wrapper(partial(scaled, scale=2), scaled), Judge(3.0), Judge(4.0)]
+    given += [importlib.import_module("functions").of_module, partial(scaled, scale=6)]
+    given[-1].__name__ = "sixfold"
+    grpo.train("model", reward_funcs=given, output_dir=tmp_path / "run", dry_run=True)
+    named = yaml.safe_load((tmp_path / "run.inputs/config.yaml").read_text())["reward_funcs"]
+    returned = {name: function(["a"]) for name, function in load_reward_funcs(named).items()}
     names = "scaled", "scaled_2", "Judge", "Judge_2", "of_module", "sixfold"
-    for number, name in enumerate(names, 1):
-        assert f" {name} gives {number}.0 for the gold answer of the first prompt" in output
-    assert "reward_funcs=reward: another function has this name: rename one, or set its __name__" in output
+    assert returned == {name: [float(number)] for number, name in enumerate(names, 1)}
+    twice = [lambda completions, **kwargs: [0.0], lambda completions, **kwargs: [1.0]]
+    for function in twice:
+        function.__name__ = "reward"
+    with pytest.raises(
+        grpo.SettingsError, match="^reward_funcs=reward: another function has this name: rename one, or"
+    ):
+        grpo.train("model", reward_funcs=twice, output_dir=tmp_path / "run", dry_run=True)
 
 
 def test_a_run_that_grpo_stop_ended_is_not_returned_as_done(tmp_path, monkeypatch):
