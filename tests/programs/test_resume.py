@@ -262,7 +262,6 @@ def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machine_shuts_down", [False, True])
 def test_a_reference_that_is_lost_costs_no_step(machine_shuts_down, resumable, undisturbed, tmp_path):
     """The machine ends the server as well as the trainer, which does not wait for it until it is killed."""

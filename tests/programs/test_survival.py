@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import requests
-from altered_trainer import altered
-from conftest import run_python, running_server
+from conftest import running_server
 from proxy import accidents, proxy
-from trainer_runs import lines, reach, timeless, training, went_on
+from trainer_runs import lines, reach, timeless, training
 
 pytestmark = pytest.mark.slow
 
@@ -110,26 +109,6 @@ def test_one_of_two_servers_killed_for_good_changes_nothing(model_folder, words,
         output = check(process, run, undisturbed)
         # Rank 0 alone says it, if it asks that server once more: it asks the faster of the two.
         assert output.count(f"{killed.url} cannot be reached") <= 1 and "answers again" not in output
-
-
-def test_grpo_stop_ends_a_wait_for_a_lost_server_and_the_run_goes_on_with_another(
-    model_folder, words, steady, undisturbed, tmp_path
-):
-    run, hasty = tmp_path / "run", altered("set_values", "grpo.client.balancer:AFTER_STOP=1")
-    with deterministic(model_folder, tmp_path) as server, training(2, words(run, server.url), *hasty) as process:
-        reach(process, run, 5)
-        server.end(signal.SIGKILL)
-        time.sleep(1)
-        began = time.monotonic()
-        stopped = run_python("-m", "grpo", "stop", run)
-        output, _ = process.communicate(timeout=60)
-        assert time.monotonic() - began < 40  # not ref_deadline's 200
-    assert (process.returncode, stopped.returncode) == (0, 0), output + stopped.stderr
-    assert output.count("grpo stop: stopping after this step") == 1 and "Traceback" not in output, output
-    last = len(timeless(run))
-    assert f"its last step was {last}, and it left checkpoint-{last}; " in stopped.stdout
-    with training(2, [*words(run, steady.url), "--resume_from_checkpoint=last"]) as process:
-        assert went_on(check(process, run, undisturbed)) == last
 
 
 @pytest.mark.rare
