@@ -154,11 +154,16 @@ def check_weights(folder: Path, other: Path) -> None:
     assert equal(weights(folder), weights(other))
 
 
+def check_drawn_alike(run: Path, other: Path) -> None:
+    """Hold two runs to the same completions and weights, to the bit."""
+    assert (run / "completions.jsonl").read_text() == (other / "completions.jsonl").read_text()
+    check_weights(run / "model", other / "model")
+
+
 def check_alike(run: Path, other: Path) -> None:
     """Hold two runs to the same numbers, completions and weights, to the bit."""
     assert timeless(run) == timeless(other)
-    assert (run / "completions.jsonl").read_text() == (other / "completions.jsonl").read_text()
-    check_weights(run / "model", other / "model")
+    check_drawn_alike(run, other)
 
 
 def check_same(run: Path, undisturbed: Path) -> None:

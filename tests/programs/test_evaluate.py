@@ -254,11 +254,10 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
     refused = run_python("-m", "grpo.evaluate", "--model", tmp_path / "run/model")
     assert refused.returncode == 2 and f"add --reward_funcs {own}:letters {own}:even, or others" in refused.stderr
 
-    # A saved model knows how it was trained to answer, and a checkpoint too: nobody needs to say it again.
-    for folder in ("model", "checkpoint-1"):
-        out, extent = tmp_path / f"out of {folder}", [f"--{name}={value}" for name, value in held_out.items()]
-        words = ["--model", tmp_path / "run" / folder, *extent, f"--output={out}", *functions]
-        same = run_python("-m", "grpo.evaluate", *words)
-        assert same.returncode == 0, same.stderr
-        assert f"asked as in training, by {tmp_path}/run/{folder}/grpo.yaml: system_prompt=''," in same.stderr
-        assert result(out) == (metrics, completions)
+    # A checkpoint, as a saved model, knows how it was trained to answer: nobody needs to say it again.
+    out, extent = tmp_path / "again", [f"--{name}={value}" for name, value in held_out.items()]
+    words = ["--model", tmp_path / "run/checkpoint-1", *extent, f"--output={out}", *functions]
+    same = run_python("-m", "grpo.evaluate", *words)
+    assert same.returncode == 0, same.stderr
+    assert f"asked as in training, by {tmp_path}/run/checkpoint-1/grpo.yaml: system_prompt=''," in same.stderr
+    assert result(out) == (metrics, completions)
