@@ -92,7 +92,7 @@ def pytest_report_header(config):
 
 # Modules that take longest begin first, so that no worker is left alone with one at the end.
 LONGEST = {"test_demo.py", "test_resume.py", "test_pool_runs.py", "test_survival.py", "test_two_nodes.py"}
-LONGEST |= {"test_rearrange.py"}
+LONGEST |= {"test_agent_run.py", "test_rearrange.py"}
 
 # Fixtures, modules' own too, that start programs through the fork server: its imports take 11 s, so who uses them is
 # slow, and the fast tests do without it.

@@ -90,6 +90,12 @@ def shorten_header_deadline(seconds: float) -> None:
     http.HEADER_SECONDS = seconds
 
 
+def shorten_leases(seconds: float) -> None:
+    from grpo.pool import leases, pool_service
+
+    leases.LEASE_SECONDS = pool_service.LEASE_SECONDS = seconds
+
+
 def lower_limits(body_bytes: int = 64 << 20, sequences: int = 4096) -> None:
     from grpo.server import http, model_service
 

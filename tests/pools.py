@@ -22,6 +22,7 @@ from wsgiref.util import setup_testing_defaults
 import numpy as np
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, Server, running_server
+from faulty_server import code_for, shorten_leases
 from safetensors.numpy import save
 from servers import status, wait_until
 from stored import PROBE, run_info, sha, weights
@@ -274,7 +275,7 @@ def draw_by_workers(words: Callable[[str], list[str]], folder: Path, mine: Seque
     """Run a trainer to its good end, whose words follow from the pool's address. One worker lacks the run's code, and
     ends; one has it by the options `mine`, and is given to `end` in the middle of a round; another takes its place.
     Return what the first one wrote."""
-    with running_pool(folder) as served, ExitStack() as running:
+    with running_pool(folder, code=code_for(shorten_leases, 10.0)) as served, ExitStack() as running:
         process = start(*words(served.url))
         running.callback(process.kill)
         workers = [Worker(served.url, folder, "none"), Worker(served.url, folder, "a", *mine)]

@@ -152,6 +152,7 @@ def test_killed_twice_it_has_the_weights_of_a_run_without_offload(model_folder, 
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, file", [(2, "ds_config.json"), (1, "configs/ds_offload.json"), (3, ON_CARDS)])
 def test_in_bfloat16_a_model_in_float32_is_not_rounded_at_the_start(ranks, file, model_folder, data_folder, tmp_path):
     """AdamW's weights after a step too small to change them; their bfloat16 values are others."""
