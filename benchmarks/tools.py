@@ -48,6 +48,7 @@ from grpo.sampling import continuous
 from grpo.sampling import generate as local
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
+from grpo.sampling.sampler import Name
 from grpo.tools.dialogue import UserResponder, start_turns
 
 PROMPTS, COPIES, LENGTH = 8, 8, 768
@@ -206,7 +207,7 @@ def make_tokenizer() -> PreTrainedTokenizerBase:
     from trl.chat_template_utils import add_response_schema
 
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
-    tokenizer = train_tokenizer(iter([template, TOOL, CALL] * 100), [START], template)
+    tokenizer = train_tokenizer(iter([template, TOOL, CALL] * 100), [START], [], template)
     return add_response_schema(tokenizer)
 
 
@@ -261,7 +262,8 @@ def make_script(tokenizer: PreTrainedTokenizerBase) -> list[Segments]:
 def scripted_numbers(numbers: list[np.ndarray]) -> Iterator[None]:
     """Give completions of the samplers these random numbers."""
 
-    def scripted(seed: int, group: int, copy: int, count: int) -> np.ndarray:
+    def scripted(name: Name, count: int) -> np.ndarray:
+        _, group, copy = name
         return numbers[group * COPIES + copy][:count]
 
     with patch.object(continuous, "uniforms", scripted), patch.object(local, "uniforms", scripted):

@@ -95,11 +95,13 @@ SMALL = {
     "kernels": "",
     "ref_server": "--layers 1 --groups 4 --repeats 1 --vocabulary 1000",
     "soak": "--minutes 0.1 --first_minutes 0.05 --turns 2 --clients 4 --layers 1 --hidden 64",
+    "tools": "--shapes demo --repeats 1 --latencies 0",
 }
 PRINTED = {
     "kernels": ("| written out | 38 | 101 |", "| fused | 9 | 11 |"),
     "ref_server": ("times as fast", "of the speed of the same calls", "times less", "added by HTTP"),
     "soak": ("| long | 0.1 |", "| none |", "over a fresh one's, 2 turns: "),
+    "tools": ("all ways have the same ids and masks", "| 0 ms, sync, tool_timeout=60 |"),
 }
 
 
