@@ -3,8 +3,6 @@
     python -m benchmarks.tools                        everything, about 20 minutes on two cores
     python -m benchmarks.tools --part sampling        drawn tokens beside TRL's loop and beside one segment
     python -m benchmarks.tools --part latency         a round with tools that take a while
-    python -m benchmarks.tools --part steps           when the continuous sampler takes answers in
-    python -m benchmarks.tools --part profile         where the continuous sampler's time goes
 
 Needs trl (written for 1.16.0). Every way draws the same tokens: a script says what each completion writes in each of
 its turns. The models have random weights but a head of zeros, so that all tokens are as likely, and the random number
@@ -17,10 +15,8 @@ sets for Qwen2.5's chat template; ours reads calls by that too.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import logging
 import os
-import pstats
 import random
 import sys
 import tempfile
@@ -357,38 +353,12 @@ def part_latency(shape: str, repeats: int, latencies: list[float]) -> None:
     print(table(["tool", OURS, PLAIN, TRL, f"{TRL} / {OURS}"], rows))
 
 
-def part_steps(shape: str, repeats: int, latencies: list[float], steps: list[int]) -> None:
-    print(f"\n### Seconds of a round by ANSWER_STEPS: {shape}, async tools, {repeats} rounds\n")
-    rows = []
-    for seconds in latencies:
-        with work_of(shape, seconds, is_async=True) as work:
-
-            def sample(count: int, work: Work = work) -> Drawn:
-                with patch.object(continuous, "ANSWER_STEPS", count):
-                    return work.sample()
-
-            work.sample()
-            measured = measure({str(count): partial(sample, count) for count in steps}, repeats)
-        for title, times in (("seconds", measured.wall), ("processor seconds", measured.cpu)):
-            rows.append([f"{1000 * seconds:g} ms: {title}", *(spread(times[str(count)]) for count in steps)])
-    print(table(["tool", *map(str, steps)], rows))
-
-
-def part_profile(shape: str) -> None:
-    with work_of(shape) as work:
-        work.sample()
-        profile = cProfile.Profile()
-        profile.runcall(work.sample)
-    pstats.Stats(profile).sort_stats("cumulative").print_stats(r"grpo|chat_template|encode|parse|acquire", 45)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tools", description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["sampling", "latency", "steps", "profile", "all"], default="all")
+    parser.add_argument("--part", choices=["sampling", "latency", "all"], default="all")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--latencies", type=float, nargs="+", default=[0.0, 0.01, 0.1], help="seconds of a call")
-    parser.add_argument("--steps", type=int, nargs="+", default=[8, 16, 32, 64], help="values of ANSWER_STEPS")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
@@ -400,10 +370,6 @@ def main() -> None:
             part_sampling(shape, arguments.repeats)
         if arguments.part in ("latency", "all"):
             part_latency(shape, arguments.repeats, arguments.latencies)
-        if arguments.part in ("steps", "all"):
-            part_steps(shape, arguments.repeats, arguments.latencies, arguments.steps)
-        if arguments.part == "profile":
-            part_profile(shape)
 
 
 if __name__ == "__main__":
