@@ -1,8 +1,6 @@
 """A file of weights, against what safetensors itself reads and writes; and files that are not what they say."""
 
 import hashlib
-import json
-import tempfile
 
 import pytest
 import torch
@@ -68,54 +66,13 @@ def test_a_models_weights_are_what_save_pretrained_saves(model, tmp_path):
     assert all(torch.equal(saved[name], tensor) for name, tensor in named.items())
 
 
-def parse(header: object, data: int = 8, length: int | None = None) -> WeightsFile:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    body = (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
-    with tempfile.TemporaryFile() as file:
-        file.write(body)
-        file.flush()
-        return WeightsFile(file, len(body))
-
-
-def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-def test_the_whole_file_must_be_covered_each_byte_once():
-    assert parse({"x": entry()}).entries["x"].count == 2
-    assert parse({"x": entry(shape=(1,), offsets=(4, 8)), "y": entry(shape=(1,), offsets=(0, 4))}).entries["x"].start
-    for header in (
-        {},
-        {"x": entry(shape=(1,), offsets=(0, 4))},
-        {"x": entry(shape=(1,), offsets=(4, 8))},
-        {"x": entry(), "y": entry()},
-        {"x": entry(), "y": entry(shape=(1,), offsets=(4, 8))},
-        {"x": entry(shape=(3,), offsets=(0, 12))},
-    ):
-        with pytest.raises(HeaderError, match="do not fill its"):
-            parse(header)
-
-
-@pytest.mark.parametrize(
-    "header, said",
-    [
-        (b"[" * 100_000, "not JSON"),
-        ({"x": {**entry(), "shape": 2}}, "needs dtype"),
-        ({"x" * 10_000: entry(dtype="F64")}, "has dtype 'F64'"),
-        ({"x": entry(shape=(3,))}, "do not fit together"),
-        ({"x": entry(shape=(2**63, 0), offsets=(0, 0))}, "do not fit together"),
-    ],
-)
-def test_a_header_that_is_not_right_is_refused_in_few_words(header, said):
-    with pytest.raises(HeaderError, match=said) as refused:
-        parse(header)
-    assert len(str(refused.value)) < 400
-
-
 def test_a_header_that_is_not_there_or_far_too_long_is_refused(tmp_path):
     (tmp_path / "empty").touch()
     with open(tmp_path / "empty", "rb") as file, pytest.raises(HeaderError, match="shorter"):
         WeightsFile(file, 0)
+    text = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     for length in (1000, 2**40):
-        with pytest.raises(HeaderError, match=f"a header of {length} bytes; 69 are the most"):
-            parse({"x": entry()}, length=length)
+        (tmp_path / "w").write_bytes(length.to_bytes(8, "little") + text + bytes(8))
+        said = f"a header of {length} bytes; {len(text) + 8} are the most"
+        with open(tmp_path / "w", "rb") as file, pytest.raises(HeaderError, match=said):
+            WeightsFile(file, 8 + len(text) + 8)
