@@ -47,11 +47,23 @@ ARCHITECTURES = [
 ]
 
 
+WINDOWED = [
+    *("cohere2", "exaone4", "gemma2", "gemma3_text", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2"),
+    *("qwen3", "smollm3", "starcoder2"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_draws_the_tokens_of_generate(name, tokenizer):
-    model = random_model(name)
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize(
+    ("name", "windowed"), [*((name, False) for name in ARCHITECTURES), *((name, True) for name in WINDOWED)]
+)
+def test_every_architecture_draws_the_tokens_of_generate(name, windowed, tokenizer):
+    """Where it has a window, also beyond it."""
+    windows = dict(sliding_window=6, use_sliding_window=True) if windowed else {}
+    if windowed and name in ("qwen2", "qwen3", "smollm3"):
+        windows["layer_types"] = ["sliding_attention", "full_attention"]
+    model = random_model(name, **windows)
     batcher = make_batcher(model, 0)
     full = make_sampler(model, tokenizer, LENGTH, rows=4, packs=batcher.packs)
     assert type(full) is ContinuousSampler
@@ -61,36 +73,13 @@ def test_every_architecture_draws_the_tokens_of_generate(name, tokenizer):
     groups, expected = (sampler.sample(EXAMPLES, COPIES, 0.8, seed=1) for sampler in (full, plain))
     assert ids_of(groups) == ids_of(expected)
     assert_rounded(logprobs_of(groups), logprobs_of(expected))
-    assert_rounded(logprobs_of(groups), scored(model, groups, 0.8))
-
-
-WINDOWED = [
-    *("cohere2", "exaone4", "gemma2", "gemma3_text", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2"),
-    *("qwen3", "smollm3", "starcoder2"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", WINDOWED)
-def test_tokens_beyond_a_window_are_those_of_generate(name, tokenizer):
-    windows = dict(sliding_window=6, use_sliding_window=True)
-    if name in ("qwen2", "qwen3", "smollm3"):
-        windows["layer_types"] = ["sliding_attention", "full_attention"]
-    model = random_model(name, **windows)
-    full = make_sampler(model, tokenizer, LENGTH, rows=4, packs=make_batcher(model, 0).packs)
-    assert type(full) is ContinuousSampler
-    full.eos_token_ids = ENDS
-    groups, expected = (
-        sampler.sample(EXAMPLES, COPIES, 0.8, seed=1)
-        for sampler in (full, LocalSampler(model, tokenizer, ENDS, LENGTH))
-    )
-    assert ids_of(groups) == ids_of(expected)
-    assert_rounded(logprobs_of(groups), logprobs_of(expected))
-    packed_ones = scored(model, groups, 0.8, batcher=make_batcher(model, 0))
-    assert_rounded(packed_ones, scored(model, groups, 0.8))
-    model.config.sliding_window = 7
-    assert (scored(model, groups, 0.8) - packed_ones).abs().max() > 1e-3
+    alone = scored(model, groups, 0.8)
+    assert_rounded(logprobs_of(groups), alone)
+    if windowed:
+        packed_ones = scored(model, groups, 0.8, batcher=batcher)
+        assert_rounded(packed_ones, alone)
+        model.config.sliding_window = 7
+        assert (scored(model, groups, 0.8) - packed_ones).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("look_every", [1, 6])
