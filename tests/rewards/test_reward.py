@@ -113,6 +113,12 @@ def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expecte
         *[(r"<answer>18</answer> \boxed{17}", "18", 2.0), (r"\boxed{18}", r"\boxed{18}", 2.0)],
         *[("<answer>18</answer>", r"\boxed{17}, or \boxed{18}.", 2.0), ("<answer></answer>", r"\boxed{}", 0.0)],
         *[("<answer>18.0</answer>", "So it is 18. " * 200 + r"\boxed{18}", 1.5)],
+        *[(r"So it is \boxed 5.", "5", 2.0), (r"So it is $\boxed 5$", "5", 2.0), (r"\fbox{5}", "5", 2.0)],
+        *[(r"\boxed{4} \fbox{ 5 }", "5", 2.0), (r"\boxed \frac{1}{2}, so", r"\frac{1}{2}", 2.0)],
+        *[(r"\boxed 1,234.5 in all", "1234.5", 1.5), (r"\boxed -3", "-3", 2.0), (r"\boxed 4, no: \boxed 5", "5", 2.0)],
+        *[(r"\fbox 5", "5", 2.0), (r"\boxed{5}", r"it is \boxed 5.", 2.0), ("\\boxed\n5", "5", 2.0)],
+        *[(r"\boxed 4", "5", 0.0), (r"\boxed5 or \boxed4", "5", 0.0), (r"\fbox{5} \boxed{4}", "5", 0.0)],
+        *[(r"\boxedfive 5", "5", 0.0), (r"\boxed ", "", 0.0)],
     ],
 )
 def test_a_box_is_an_answer_where_there_is_no_tag_and_in_a_gold(completion, gold, expected):
