@@ -114,6 +114,13 @@ def random_model(name: str, **settings) -> torch.nn.Module:
     return model
 
 
+def vectors_at_random(model: torch.nn.Module) -> torch.nn.Module:
+    for weight in model.parameters():
+        if weight.ndim == 1:  # norms that scale, and biases
+            torch.nn.init.normal_(weight, mean=1.0, std=0.3)
+    return model
+
+
 def by_hand(model: torch.nn.Module, sequences, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence at a time, unpadded, the model's own logits, float64 log_softmax: shares no code with the module."""
     logprobs, entropies = [], []

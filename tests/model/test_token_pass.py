@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import CONFIGS, SMALL, build, example
+from models import CONFIGS, SMALL, build, example, vectors_at_random
 from transformers import LlamaConfig, Qwen2Model
 
 from grpo.model.token_pass import TokenPass, is_known
@@ -59,10 +59,7 @@ def passes(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_draws_what_the_models_own_modules_draw(name, dtype, with_lora, tokenizer, passes, monkeypatch):
-    model = build(MODELS[name]).to(dtype)
-    for weight in model.parameters():
-        if weight.ndim == 1:  # norms that scale, and biases
-            torch.nn.init.normal_(weight, mean=1.0, std=0.3)
+    model = vectors_at_random(build(MODELS[name]).to(dtype))
     if with_lora:
         peft = pytest.importorskip("peft")
         model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
