@@ -47,6 +47,18 @@ def needed(device="cpu", dtype=torch.float32, ranks=1, zero=None, sums="fp32", *
     return rank_memory(model, RankWork(config=config, ranks=ranks, longest_prompt=100, held_out=0), ds_config, device)
 
 
+def memory_of_run(shape: str, ranks: int, options: list[str], monkeypatch) -> Memory:
+    """What a rank of a run with these options needs on a card."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    config = parse_arguments(TrainerConfig, "", options)
+    model = on_meta(qwen(**(SHAPES | LARGE_SHAPES)[shape]), torch.bfloat16).eval()
+    make_trainable(model, config)
+    held_out = max(config.eval_samples, 0)
+    work = RankWork(config=config, ranks=ranks, longest_prompt=config.max_prompt_length, held_out=held_out)
+    return rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_stands_by_hand(ranks):
     share = -(-COUNT // ranks)
@@ -181,19 +193,12 @@ LONG = [
     ],
 )
 def test_what_readme_promises_fits(shape, ranks, options, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    config = parse_arguments(TrainerConfig, "", options)
-    model = on_meta(qwen(**(SHAPES | LARGE_SHAPES)[shape]), torch.bfloat16).eval()
-    make_trainable(model, config)
-    work = RankWork(
-        config=config, ranks=ranks, longest_prompt=config.max_prompt_length, held_out=max(config.eval_samples, 0)
-    )
-    memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
+    memory = memory_of_run(shape, ranks, options, monkeypatch)
     assert smallest_card(memory) <= (40 if "local" in options else 24)
     assert total(memory.host) < 170 * 2**30 / ranks
 
 
-LONE = ["--prompts_per_step=8", "--beta=0", "--max_completion_length=1024"]
+LONE = ["--prompts_per_step=8", "--beta=0", "--max_completion_length=1024", "--eval_samples=-1"]
 BY_WORKERS = ["--sampler=pool", "--pool=http://box:1", "--eval_steps=0", "--micro_batch_tokens=8192"]
 SHARED_ROWS = [*BY_WORKERS[:3], "--sequence_parallel_size=4", "--max_prompt_length=1024", "--num_generations=4"]
 SHARED_ROWS += ["--tiled_mlp", "--activation_offloading"]
@@ -215,13 +220,7 @@ ALL_LINEAR = ["--use_peft", "--lora_target_modules=all-linear"]
     ],
 )
 def test_what_the_page_on_larger_models_promises_fits_cards_of_24_gb(shape, ranks, gib, file, options, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    config = parse_arguments(TrainerConfig, "", [f"--deepspeed={file}", *LONE, *options])
-    model = on_meta(qwen(**LARGE_SHAPES[shape]), torch.bfloat16).eval()
-    make_trainable(model, config)
-    work = RankWork(config=config, ranks=ranks, longest_prompt=config.max_prompt_length, held_out=0)
-    memory = rank_memory(model, work, engine_config(config, ranks, torch.device("cuda")), "cuda")
+    memory = memory_of_run(shape, ranks, [f"--deepspeed={file}", *LONE, *options], monkeypatch)
     assert smallest_card(memory) <= 24 and round(ranks * total(memory.host) / 2**30) == gib
 
 
