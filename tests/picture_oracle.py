@@ -72,6 +72,18 @@ class Plain:
             expanded += tokens + following
         return self.tokenizer(expanded, add_special_tokens=add_special_tokens)["input_ids"]
 
+    def rendered(self, *content: str | bytes) -> tuple[str, list[bytes]]:
+        """Render a chat message of texts and pictures."""
+        parts = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in content]
+        message = [{"role": "user", "content": parts}]
+        text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return text, [part for part in content if isinstance(part, bytes)]
+
+    def message(self, *content: str | bytes) -> tuple[list[int], list[bytes]]:
+        """Return the ids of a chat message, expanded, and its pictures."""
+        text, pictures = self.rendered(*content)
+        return self.prompt(text, pictures), pictures
+
     def logprobs(self, prompt: Sequence[int], pictures: Sequence[bytes], completion: Sequence[int]) -> torch.Tensor:
         """Return the log-prob of each token of a completion, float64 [len(completion)], with its graph."""
         rows = torch.log_softmax(self.logits(prompt, pictures, completion), -1)

@@ -48,17 +48,9 @@ class Family:
     processor: PictureProcessor
     batcher: Batcher
 
-    def rendered(self, *content: str | bytes) -> tuple[str, list[bytes]]:
-        """Render a chat message of texts and pictures."""
-        parts = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in content]
-        message = [{"role": "user", "content": parts}]
-        text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        return text, [part for part in content if isinstance(part, bytes)]
-
     def prompt(self, *content: str | bytes) -> PicturedPrompt | list[int]:
         """Expand a message by the rules of the oracle."""
-        text, pictures = self.rendered(*content)
-        ids = self.plain.prompt(text, pictures)
+        ids, pictures = self.plain.message(*content)
         return PicturedPrompt(ids, pictures) if pictures else ids
 
     def sequences(self) -> list[tuple]:
@@ -112,7 +104,7 @@ def in_micro_batches(family: Family, batcher: Batcher, budget: int):
 
 def test_a_prompt_is_what_the_familys_rules_make_of_it(family):
     for content in [("How many? ", WIDE), (TALL, " or ", WIDE, " then ", OTHER), (WIDE, OTHER)]:
-        expected, (text, pictures) = family.prompt(*content), family.rendered(*content)
+        expected, (text, pictures) = family.prompt(*content), family.plain.rendered(*content)
         assert text.count(family.processor.placeholder) == len(pictures)
         assert family.processor.encode(text, pictures, add_special_tokens=False) == expected
         assert family.processor.count(pictures) == list(expected).count(family.processor.token_id)

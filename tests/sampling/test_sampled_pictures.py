@@ -49,14 +49,9 @@ def family(request, tmp_path_factory):
 
 
 def prompt_of(plain: Plain, *content: str | bytes) -> Example:
-    parts = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in content]
-    message = [{"role": "user", "content": parts}]
-    text = plain.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    pictures = [part for part in content if isinstance(part, bytes)]
-    ids = plain.prompt(text, pictures)
-    return Example(
-        index=0, prompt="", prompt_ids=PicturedPrompt(ids, pictures) if pictures else ids, columns={"answer": ""}
-    )
+    ids, pictures = plain.message(*content)
+    prompt_ids = PicturedPrompt(ids, pictures) if pictures else ids
+    return Example(index=0, prompt="", prompt_ids=prompt_ids, columns={"answer": ""})
 
 
 def test_samplers_know_the_log_probs_of_what_they_draw(family):
