@@ -28,6 +28,7 @@ import forkserver
 import pytest
 import requests
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 # What these assert is shown as a test's own.
@@ -319,6 +320,14 @@ def pool_config(request, tmp_path) -> ServerConfig:
     if request.param == "bucket":
         kept["pool_folder"] = request.getfixturevalue("bucket").new_folder()
     return ServerConfig(task="rollouts", **kept)
+
+
+@pytest.fixture
+def one_rank(tmp_path) -> Iterator[None]:
+    """This process is the one rank of its group."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def launcher(ranks: int) -> list[str]:

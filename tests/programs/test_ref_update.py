@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import requests
 import torch
-import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
@@ -32,14 +31,8 @@ from grpo.model.load import load_reference
 from grpo.model.lora import train_adapter
 from grpo.trainer.publish_reference import WeightPublisher
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 SETTINGS = {"ref_update_steps": 1, "ref_startup_timeout": 60, "ref_deadline": 60, "ref_request_timeout": 20}
-
-
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 from models import distance
 from rounding import GRADIENT, assert_rounded
 from servers import open_client
@@ -223,14 +222,7 @@ def scripted(rewards: list[list[float]]) -> dict[tuple[int, int], list[Rollout]]
     return made | {(1, 0): with_rewards(0, [2.0] * 4), (1, 1): made[1, 0]}
 
 
-@pytest.fixture
-def alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_round_of_episodes_asks_a_real_reference_about_all_branches(server, model, data_folder, tmp_path, alone):
+def test_a_round_of_episodes_asks_a_real_reference_about_all_branches(server, model, data_folder, tmp_path, one_rank):
     """With the KL in the reward, an episode's is that of all its branches. A resumed run asks again."""
     (tmp_path / "own.py").write_text(REWARDS)
     settings = {"beta": 0.3, "kl_in_reward": True, "kl_estimator": "k1", "scale_rewards": "none", "temperature": 0.8}

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from stored import WITH_TURNS, answered, damage
 
 from grpo.client.server_errors import ServersLost
@@ -59,10 +58,8 @@ def settings(tmp_path):
 
 
 @pytest.fixture
-def ranks(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield Ranks(rank=0, size=1, device=torch.device("cpu"), watchdog=None)
-    dist.destroy_process_group()
+def ranks(one_rank):
+    return Ranks(rank=0, size=1, device=torch.device("cpu"), watchdog=None)
 
 
 def example(index: int, **columns) -> Example:
