@@ -205,17 +205,13 @@ def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, exa
         assert streamed(model, tokenizer, prompt, temperature=2.0, seed=1)[0] == drawn
 
 
-def test_a_stream_shows_each_token_once_up_to_its_eos(model, tokenizer, examples):
+def test_a_stream_shows_each_token_once_up_to_where_it_is_told_to_stop_or_its_eos(model, tokenizer, examples):
     for temperature in (0, 2.0):
         whole, _ = streamed(model, tokenizer, examples[0], temperature, seed=1)
+        stopped, shown = streamed(model, tokenizer, examples[0], temperature, seed=1, stop_after=3)
+        assert stopped.completion_ids == whole.completion_ids[:3] and not stopped.finished and len(shown) == 3
         end = next(place for place in range(4, 12) if whole.completion_ids[place] not in whole.completion_ids[:place])
         eos = whole.completion_ids[end]
         rollout, shown = streamed(model, tokenizer, examples[0], temperature, seed=1, eos=eos)
         assert rollout.finished and rollout.completion_ids == whole.completion_ids[: end + 1]
         assert shown == [rollout.completion_ids[:count] for count in range(1, end + 2)]
-
-
-def test_a_stream_stops_where_it_is_told_to(model, tokenizer, examples):
-    whole, _ = streamed(model, tokenizer, examples[0], temperature=0, seed=1)
-    stopped, shown = streamed(model, tokenizer, examples[0], temperature=0, seed=1, stop_after=3)
-    assert stopped.completion_ids == whole.completion_ids[:3] and not stopped.finished and len(shown) == 3
