@@ -22,12 +22,13 @@ from grpo.config.programs import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import Key
 from grpo.model.reward_model import PADDED, describe_reward, load_reward_model, sequence_scores, tokenize
-from grpo.rewards.deadline import RewardPool, add_deadline
 from grpo.rewards.functions import (
     Logged,
     RewardBatch,
+    RewardPool,
     RewardScorer,
     TrainerState,
+    add_deadline,
     await_call,
     call_function,
     invalid_reward,

@@ -25,7 +25,7 @@ from servers import wait_until
 from grpo.config.errors import RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
-from grpo.rewards.deadline import RewardPool
+from grpo.rewards.functions import RewardPool
 from grpo.usercode import process as process_module
 from grpo.usercode.prints import SHOWN_CHARACTERS
 
@@ -147,7 +147,7 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
     began = time.monotonic()
     assert rewards(length, ["a", "bb", "ccc", hang, "ddddd", "e", "ff", "ggg"]) == [[1, 2, 3, 0, 5, 1, 2, 3]]
     assert 0.5 <= time.monotonic() - began < 10
-    (line,) = [record for record in caplog.records if record.name == "grpo.rewards.deadline"]
+    (line,) = [record for record in caplog.records if record.name == "grpo.rewards.functions"]
     assert line.levelno == logging.ERROR
     assert line.getMessage() == (
         f"reward function 'length' gave no answer within 0.5 s on the completion '{hang}': that earns 0"
@@ -299,7 +299,7 @@ def test_what_is_no_reward_is_refused_as_in_the_trainer(pooled):
 
 PARENT = """
 import psutil, sys
-from grpo.rewards.deadline import RewardPool
+from grpo.rewards.functions import RewardPool
 from grpo.rewards.compute import compute_rewards
 pool = RewardPool([sys.argv[1]], 600.0, workers=2)
 function = {"f": pool.make_function(sys.argv[1])}
