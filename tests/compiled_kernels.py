@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from grpo.kernels.attention import HeadNorms, attend, rotate_and_keep
 from grpo.kernels.drawing import draw
-from grpo.kernels.products import add_norm, gated, project
+from grpo.kernels.fused_pass import add_norm, gated, project
 from grpo.model.shared_cache import Scoring, Shape, SharedCache, Step
 
 CARDS = {"A100": 80, "RTX 4090": 89, "H100": 90}

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from grpo.kernels import drawing, fused_pass
 from grpo.kernels.attention import PART, HeadNorms, attend, rotate_and_keep
-from grpo.kernels.products import add_norm, gated, project
+from grpo.kernels.fused_pass import add_norm, gated, project
 
 DTYPES = torch.float32, torch.bfloat16
 # The interpreter cuts bits off where a card rounds to bfloat16: up to one in the last place for each rounding.
