@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.card import CUDA, Clock
-from grpo.model.shared_rows import RowParts, RowRanks
+from grpo.model.packing import RowParts, RowRanks
 
 HEADS, KEY_HEADS, WIDTH = 28, 4, 128
 

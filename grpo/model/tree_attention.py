@@ -20,9 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo.model.packing import Tree
+from grpo.model.packing import RowParts, Tree
 from grpo.model.shared_cache import Scoring, SharedCache
-from grpo.model.shared_rows import RowParts
 
 ROWS = 256  # queries of one call: few scores are computed for nothing, and its mask is small
 _PREFIX = "grpo_packed_"

@@ -23,10 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from grpo.config.errors import ConfigError, one_line, require
 from grpo.model.devices import is_out_of_memory
 from grpo.model.logprobs import token_logprobs
-from grpo.model.packing import Batcher, Ids
+from grpo.model.packing import Batcher, Ids, RowRanks
 from grpo.model.pictures import PictureProcessor, Vision, takes_pictures
 from grpo.model.sharded import shape_of
-from grpo.model.shared_rows import RowRanks
 from grpo.model.tree_attention import switch_off, switch_on, variants_for
 
 log = logging.getLogger(__name__)
