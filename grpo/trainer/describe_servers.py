@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from grpo.client.connection import Connection
-from grpo.client.reference import check_reference
+from grpo.client.reference import check_reference, check_teacher, check_top_k
 from grpo.client.server_errors import RequestFailure, ServerError
-from grpo.client.teacher import check_teacher, check_top_k
 from grpo.config.errors import COMMAND
 from grpo.config.trainer import TrainerConfig
 from grpo.pool.client import PoolClient

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.client.reference import ReferenceClient, TaskClient, check_reference
-from grpo.client.teacher import TeacherClient, check_teacher
+from grpo.client.reference import ReferenceClient, TaskClient, TeacherClient, check_reference, check_teacher
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
 from grpo.trainer.server_scores import ServerScores

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from servers import MODEL
 
+from grpo.client.reference import check_teacher, check_top_k
 from grpo.client.server_errors import ServerError
-from grpo.client.teacher import check_teacher, check_top_k
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
