@@ -4,17 +4,19 @@ GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4. Pure
 loss divides by the size of the whole optimizer step: the sum over any cut into micro-batches and ranks is the step's.
 """
 
+import math
 from dataclasses import replace
 
 import torch
 
-from grpo.algorithm.distillation import divergence
 from grpo.algorithm.loss_types import LOG_RATIO_LIMIT, LOSSES, LossInputs, StepSize, Tokens, exp_bounded, find_loss
 from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import LossSection
 
 DISTANCE = "sampling/sampling_logp_difference/mean"
 HORIZON = 10_000  # completions over which an adaptive beta follows: Ziegler et al.'s, and verl's
+# Sums of probabilities in float32 are that exact: the other tokens have at least this.
+_LEAST_REST = 1e-7
 
 
 def grpo_loss(
@@ -130,12 +132,44 @@ def _from_teacher(tokens: Tokens, settings: LossSection) -> torch.Tensor:
     """Return the policy's divergence from the teacher, [T]: without a teacher NaN, and no gradient."""
     known = ~tokens.teacher_logprobs.isnan()
     own = tokens.policy_top.detach()  # instead of NaN, which would reach the gradient
-    distance = divergence(
+    distance = teacher_divergence(
         torch.where(known.unsqueeze(1), tokens.policy_top, own),
         torch.where(known.unsqueeze(1), tokens.teacher_top, own),
         settings.distillation_loss,
     )
     return distance.masked_fill(~known, torch.nan)
+
+
+def teacher_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return a divergence of two distributions at each position, float32 [T], with the gradient of `student`.
+
+    student, teacher: float32 [T, k], both models' log-probs of the teacher's k likeliest tokens; all other tokens are
+    one more. With p the student's and q the teacher's k + 1 probabilities (Agarwal et al. 2024, "On-Policy
+    Distillation of Language Models", arXiv:2306.13649, section 2):
+
+        reverse_kl  sum p log(p / q)        forward_kl  sum q log(q / p)
+        jsd         (forward_kl of q and m + forward_kl of p and m) / 2, with m = (p + q) / 2
+    """
+    student, teacher = _with_rest(student), _with_rest(teacher)
+    if kind == "reverse_kl":
+        distance = _kl_of_rows(student, teacher)
+    elif kind == "forward_kl":
+        distance = _kl_of_rows(teacher, student)
+    else:
+        middle = torch.logaddexp(student, teacher) - math.log(2)
+        distance = (_kl_of_rows(student, middle) + _kl_of_rows(teacher, middle)) / 2
+    return distance.float()
+
+
+def _kl_of_rows(of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    return (of.exp() * (of - to)).sum(dim=1)
+
+
+def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """Add the log of the rest of the probability: [T, k] -> float64 [T, k + 1]."""
+    logprobs = logprobs.double()
+    rest = (1 - logprobs.exp().sum(dim=1, keepdim=True)).clamp(min=_LEAST_REST).log()
+    return torch.cat([logprobs, rest], dim=1)
 
 
 def _kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from rounding import GRADIENT, assert_rounded
 
-from grpo.algorithm.distillation import divergence
-from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.loss import grpo_loss, teacher_divergence
 from grpo.algorithm.loss_types import StepSize, Tokens
 from grpo.config.loss_settings import LossSection
 
@@ -36,7 +35,7 @@ def of_top(student: torch.Tensor, teacher: torch.Tensor, top_k: int) -> tuple[to
 @pytest.mark.parametrize("top_k", [1, 7, 20])
 def test_the_divergence_is_that_of_the_likeliest_tokens_and_the_rest(kind, top_k):
     student, teacher = logits()
-    apart = divergence(*of_top(student, teacher, top_k), kind)
+    apart = teacher_divergence(*of_top(student, teacher, top_k), kind)
     (slope,) = torch.autograd.grad(apart.sum(), student)
 
     exact = student.detach().double().requires_grad_()
@@ -59,7 +58,7 @@ def test_the_divergence_is_that_of_the_likeliest_tokens_and_the_rest(kind, top_k
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_all_tokens_it_is_the_loss_of_trls_gkd(kind):
     student, teacher = logits(vocabulary=32)
-    ours = divergence(*of_top(student, teacher, 32), kind).sum()
+    ours = teacher_divergence(*of_top(student, teacher, 32), kind).sum()
     theirs = GKDTrainer.generalized_jsd_loss(
         student[None].double(), teacher[None].double(), beta=TRL_BETA[kind], reduction="sum"
     )
@@ -75,7 +74,7 @@ def test_with_some_tokens_it_is_that_of_trls_distillation_from_a_server(kind, to
     known = [of.double() for of in of_top(student, teacher, top_k)]
     (ours_student, mask), (ours_teacher, _) = (_add_tail_bucket(of, torch.ones_like(of, dtype=bool)) for of in known)
     theirs = _jsd_divergence(ours_student, ours_teacher, TRL_BETA[kind], mask).sum(-1)
-    ours = divergence(*of_top(student, teacher, top_k), kind)
+    ours = teacher_divergence(*of_top(student, teacher, top_k), kind)
     assert_rounded(ours, theirs)
     slopes = [torch.autograd.grad(loss.sum(), student, retain_graph=True)[0] for loss in (ours, theirs)]
     assert_rounded(*slopes, GRADIENT)
@@ -84,7 +83,7 @@ def test_with_some_tokens_it_is_that_of_trls_distillation_from_a_server(kind, to
 @pytest.mark.parametrize("kind", KINDS)
 def test_certainty_makes_no_infinite_numbers(kind):
     student = torch.tensor([[0.0, 90.0, 0.0], [90.0, 0.0, 0.0]], requires_grad=True)
-    apart = divergence(*of_top(student, torch.tensor([[90.0, 0.0, 0.0]] * 2), 2), kind)
+    apart = teacher_divergence(*of_top(student, torch.tensor([[90.0, 0.0, 0.0]] * 2), 2), kind)
     assert apart.isfinite().all() and torch.autograd.grad(apart.sum(), student)[0].isfinite().all()
     assert apart[0] > math.log(2) / 2 > abs(apart[1].item())
 
