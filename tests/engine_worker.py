@@ -37,7 +37,7 @@ from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engin
 from grpo.trainer.policy import make_trainable
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
-from grpo.wire.agent_runs import Branch
+from grpo.wire.tool_outcomes import Branch
 
 SHIPPED = "ds_config.json", "configs/ds_offload.json", ON_CARDS, ON_HOST
 DTYPES = "float32", "bfloat16"

@@ -44,8 +44,8 @@ from grpo.trainer import deepspeed_engine
 from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks, start_engine
 from grpo.trainer.policy import make_trainable
 from grpo.trainer.step import update
-from grpo.wire.agent_runs import Branch
 from grpo.wire.picture_files import PicturedPrompt
+from grpo.wire.tool_outcomes import Branch
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight
 PROMPTS, GENERATIONS = 12, 3

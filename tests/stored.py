@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, Version
 from grpo.pool.store import Store
-from grpo.wire.agent_runs import RunAgent
 from grpo.wire.tensors import FilePart
-from grpo.wire.tool_outcomes import Outcome, RunTools
+from grpo.wire.tool_outcomes import Outcome, RunAgent, RunTools
 
 PROBE = Probe(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
 FOLDER = b"the model's folder"

@@ -26,8 +26,8 @@ from grpo.sampling.sampler import EVALUATION_SEED, Groups, Order
 from grpo.tools.dialogue import UserResponder
 from grpo.tools.dialogue import start_turns as start_user_turns
 from grpo.usercode.prints import PRINTS
-from grpo.wire.agent_runs import RunAgent
 from grpo.wire.health import fingerprint
+from grpo.wire.tool_outcomes import RunAgent
 
 log = logging.getLogger(__name__)
 

@@ -33,9 +33,8 @@ from grpo.config.sampling_settings import is_adapted
 from grpo.data.records import Rollout
 from grpo.sampling.drawer import Drawn
 from grpo.sampling.sampler import Name
-from grpo.wire.agent_runs import Branch
 from grpo.wire.health import fingerprint
-from grpo.wire.tool_outcomes import Outcome
+from grpo.wire.tool_outcomes import Branch, Outcome
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from grpo.data.records import Outcome, Rollout
 from grpo.sampling.draw import uniforms
 from grpo.sampling.sampler import Name
 from grpo.tools.turn_text import Turn
-from grpo.wire.agent_runs import Branch
+from grpo.wire.tool_outcomes import Branch
 
 Message = dict[str, Any]
 

@@ -14,10 +14,9 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo.wire.agent_runs import Branch
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
 from grpo.wire.rewards import Message
-from grpo.wire.tool_outcomes import Outcome, cut_segments
+from grpo.wire.tool_outcomes import Branch, Outcome, cut_segments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,8 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from grpo.wire import json_fields as fields
-from grpo.wire.agent_runs import EpisodeRecord, RunAgent
 from grpo.wire.refusals import ProtocolError, check_number, malformed
-from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
+from grpo.wire.tool_outcomes import EpisodeRecord, Outcome, RunAgent, RunTools, cut_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,11 +11,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from grpo.pool.protocol import MOST_TASKS, GroupResult, Task
-from grpo.wire.agent_runs import Branch, EpisodeRecord, read_story
 from grpo.wire.json_fields import check_hex, check_int
 from grpo.wire.refusals import check_number, malformed
 from grpo.wire.tensors import float32, int32, read_tensors, uint8
-from grpo.wire.tool_outcomes import Outcome, check_columns
+from grpo.wire.tool_outcomes import Branch, EpisodeRecord, Outcome, check_columns, read_story
 
 _TASKS = ("groups", "attempts", "versions", "prompt_lengths")
 _GROUPS = ("groups", "attempts", "copies")

@@ -45,9 +45,8 @@ from grpo.pool.protocol import ADAPTER, MOST_TASKS, Probe, RunInfo, Version
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.folder import SaveError
 from grpo.tools.dialogue import UserResponder
-from grpo.wire.agent_runs import RunAgent
 from grpo.wire.picture_files import pictures_of
-from grpo.wire.tool_outcomes import SETTINGS, RunTools
+from grpo.wire.tool_outcomes import SETTINGS, RunAgent, RunTools
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
-"""Tools and environments on the wire: their settings, and the outcome of a completion that they answered."""
+"""Tools, environments and agents on the wire: a run's settings of them, and what a completion or an episode became."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -16,12 +17,19 @@ from grpo.wire.refusals import malformed
 
 LONGEST_COLUMNS = 1 << 20  # most bytes of a row's columns as JSON
 LONGEST_OUTCOME = 4 << 20  # most bytes of an outcome as JSON, which takes many times its size in memory
+LONGEST_STORY = 4 << 20  # most bytes of an episode's text and tree as JSON
 DEEPEST_ARGUMENTS = 50
 """most lists and objects within each other in a call's arguments: reward functions get a copy of the messages, which
 takes Python several calls a level"""
 _DEEPEST_MESSAGES = DEEPEST_ARGUMENTS + 5  # the messages, one of them, its calls, one of them, its function
 _LIMITS = ("max_turns", "max_tool_calling_iterations", "max_tool_response_length")
 SETTINGS = (*_LIMITS, "tool_call_parser", "chat_template_kwargs")  # those of a run that its workers take over
+_REASON = re.compile(r"[a-z_]{1,40}")  # why a branch begins, which becomes a part of a metric's name
+_TURN: dict[str, Any] = {
+    **{"turn": int, "after": int | None, "begins": str | None, "prompt_tokens": int, "tokens": int, "seen": bool},
+    "trained": bool,
+    **{"asked_at": float | int, "answered_at": float | int},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,25 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branch:
+    """One sequence of an agent's episode. A token that several branches share is trained on in one of them."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]  # all that follows, from the first id that is trained on here
+    sampling_logprobs: list[float]  # as a rollout's: of each of completion_ids, NaN for tokens not trained on here
+    drawn: list[bool]  # True for each of completion_ids that is trained on here
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRecord:
+    """What an episode became beside its drawn tokens and its outcome: see Rollout."""
+
+    branches: list[Branch]
+    text: str
+    tree: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunTools:
     """The tools and environment that a worker must have, and the run's settings of them."""
 
@@ -114,6 +141,42 @@ class RunTools:
         return turns
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunAgent:
+    """The agent that a worker must have, and the run's settings of its episodes."""
+
+    name: str  # of its function; `agent` for a command
+    program: list[str]  # fingerprints of its files
+    context: int  # most tokens of a request with its answer
+    max_turns: int  # most answers of an episode
+    agent_history: str
+    agent_failure_reward: float | None
+    agent_may_sample: bool
+    tool_call_parser: str
+    chat_template_kwargs: dict[str, Any] | None
+    rewards: list[str]  # names of those that an episode may have
+
+    @classmethod
+    def of_fields(cls, content: object) -> RunAgent:
+        """Read a JSON object. Raises ProtocolError, 400."""
+        agent = fields.read_fields(cls, content)
+        for name in ("name", "agent_history", "tool_call_parser"):
+            fields.check_text(name, getattr(agent, name))
+        for name in ("program", "rewards"):
+            fields.check_texts(name, getattr(agent, name), "texts")
+        fields.check_int("context", agent.context, least=1)
+        fields.check_int("max_turns", agent.max_turns, least=1)
+        if agent.agent_history not in ("drawn", "rendered"):
+            raise malformed(f"agent_history {fields.shown(agent.agent_history)}: send drawn or rendered")
+        if agent.agent_failure_reward is not None and not fields.is_number(agent.agent_failure_reward):
+            raise malformed("agent_failure_reward: send a number or null")
+        if not isinstance(agent.agent_may_sample, bool):
+            raise malformed("agent_may_sample: send true or false")
+        if not isinstance(agent.chat_template_kwargs, dict | None):
+            raise malformed("chat_template_kwargs: send an object or null")
+        return agent
+
+
 def cut_segments(ids: Sequence[int], drawn: Sequence[bool] | None) -> list[tuple[bool, list[int]]]:
     """Cut a completion into (whether the policy drew it, ids) of each turn, of the policy or of an answer to it.
     `drawn` has for each id whether the policy drew it; None is all of them."""
@@ -146,3 +209,28 @@ def _is_message(value: object) -> bool:
 
 def _is_function(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
+
+
+def read_story(body: bytes) -> tuple[str, list[dict[str, Any]]]:
+    """Read an episode's text and tree, a JSON object. Raises ProtocolError, 400."""
+    if len(body) > LONGEST_STORY:
+        raise malformed(f"the text and tree of an episode have {len(body)} bytes: send {LONGEST_STORY} at most")
+    content = fields.read_json(body)
+    if not isinstance(content, dict) or content.keys() != {"text", "tree"}:
+        raise malformed("an episode: send an object of text and tree")
+    text, tree = content["text"], content["tree"]
+    if not isinstance(text, str) or not isinstance(tree, list) or not all(map(_is_turn, tree)):
+        raise malformed(f"an episode: send a text, and turns with {', '.join(_TURN)}")
+    if fault := fields.find_unrecordable(text, deepest=0):
+        raise malformed(f"an episode: send no text that has {fault}")
+    return text, tree
+
+
+def _is_turn(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == _TURN.keys()
+        and all(isinstance(value[name], kind) for name, kind in _TURN.items())
+        and all(fields.is_number(value[name]) for name in ("asked_at", "answered_at"))
+        and (value["begins"] is None or bool(_REASON.fullmatch(value["begins"])))
+    )

@@ -21,8 +21,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
 from grpo.config.sampling_settings import AskedSections, SharedConfig, label_of
 from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
-from grpo.wire.agent_runs import EpisodeRecord
-from grpo.wire.tool_outcomes import SETTINGS, RunTools
+from grpo.wire.tool_outcomes import SETTINGS, EpisodeRecord, RunTools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,7 @@ from torch import nn
 from grpo.agents.journal import RunJournal, read_program, sum_weights
 from grpo.data.records import Rollout
 from grpo.sampling.drawer import Drawn
-from grpo.wire.agent_runs import Branch
-from grpo.wire.tool_outcomes import Outcome
+from grpo.wire.tool_outcomes import Branch, Outcome
 
 DRAWN = Drawn(ids=[5, 7, 151643], logprobs=[-0.1, -1e-9, float(torch.tensor(-3.3, dtype=torch.float32))])
 ROLLOUT = Rollout(

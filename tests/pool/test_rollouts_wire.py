@@ -13,9 +13,16 @@ from stored import AGENT, PROBE, run_info, task_of
 
 from grpo.pool.protocol import GroupResult, Lease, RunInfo, Version, check_drawn
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
-from grpo.wire.agent_runs import LONGEST_STORY, Branch, EpisodeRecord
 from grpo.wire.refusals import ProtocolError
-from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTools
+from grpo.wire.tool_outcomes import (
+    LONGEST_COLUMNS,
+    LONGEST_OUTCOME,
+    LONGEST_STORY,
+    Branch,
+    EpisodeRecord,
+    Outcome,
+    RunTools,
+)
 
 RUN = run_info()
 TASKS = [task_of(5, [7, 8, 9], version=3), task_of(6, [1], attempt=2, version=3)]

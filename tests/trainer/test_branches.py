@@ -31,7 +31,7 @@ from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 from grpo.trainer.server_scores import ServerScores
 from grpo.trainer.step_result import stats_of_completions, tokens_of_completions
-from grpo.wire.agent_runs import Branch
+from grpo.wire.tool_outcomes import Branch
 
 NAN = float("nan")
 TREE = [
