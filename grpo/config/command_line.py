@@ -313,9 +313,11 @@ def _yaml_arguments(path: Path, program_fields: dict[str, dataclasses.Field]) ->
 
 
 def check_single(field: dataclasses.Field, value: Any, source: str = "") -> None:
-    """Raise ConfigError if a setting that takes no list or mapping gets one."""
+    """Raise ConfigError if a setting that takes no list or mapping gets one, or one of text a truth."""
     if isinstance(value, list | dict) and type(value).__name__ not in field.type:
         raise ConfigError(f"{source}{field.name}={value!r}: give a single value")
+    if isinstance(value, bool) and field.type in ("str", "str | None"):
+        raise ConfigError(f"{source}{field.name}={value!r}: YAML reads yes, no, on and off so: put the text in quotes")
 
 
 def _as_arguments(settings: dict[str, Any], known: dict[str, dataclasses.Field]) -> list[str]:

@@ -318,6 +318,7 @@ def test_one_file_serves_both(file):
         ("lr: 1\nmodle: x\nmax_batch_token: 1", "lr (use learning_rate), modle, max_batch_token (did you mean max_"),
         ("7: 1", "no such field"),
         ("beta: [1, 2]", "beta=[1, 2]: give a single value"),
+        ("dataset_config: no", "dataset_config=False: YAML reads yes, no, on and off so: put the text in quotes"),
         ("- beta", "write one 'field: value' a line"),
         ("beta:\n\t- 1", "found character '\\t' that cannot start any token in"),
         ("beta: 0\nseed: 1\nbeta: 1", 'beta stands twice: leave one of them out in "<unicode string>", line 3'),
