@@ -1,4 +1,5 @@
-"""HTTP for all clients: sessions, files in pieces, and the error of each fault of a network or a proxy."""
+"""HTTP for all clients: sessions, files in pieces, and the error of each fault of a network or a proxy. It imports
+nothing that a worker's machine may lack, as connection.py does."""
 
 import random
 import ssl
