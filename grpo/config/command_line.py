@@ -221,7 +221,6 @@ def _add_option(
     names += [f"--{short}"] if short else []
     default = default_of(field)
     options: dict[str, Any] = {"default": default, "dest": field.name}
-    is_optional = _is_optional(field)
     if get_origin(kind) in (Union, UnionType):
         kind = str if str in get_args(kind) else get_args(kind)[0]
     if kind is bool:
@@ -234,7 +233,7 @@ def _add_option(
         options["nargs"] = "*" if field.metadata["may_be_empty"] else "+"
     else:
         options |= {"type": partial(_read, kind), "metavar": _KINDS[kind]}
-    if is_optional:
+    if _is_optional(field):
         options["type"] = partial(_read_optional, options["type"])
     text = describe_option(field, kind)
     group.add_argument(*names, help=text.replace("%", "%%") if shown else SUPPRESS, **options)
