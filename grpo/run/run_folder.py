@@ -167,7 +167,8 @@ def find_checkpoints(config: RecordSection) -> list[Path]:
     if name == "last":
         return checkpoints(Path(config.output_dir))[::-1]
     path = Path(name)
-    if path not in checkpoints(path.parent):
+    found = checkpoints(path.parent)
+    if path not in found:
         raise ConfigError(
             f"resume_from_checkpoint='{path}': it is no checkpoint-STEP, or there is no {PROGRESS} in it: name a "
             "folder checkpoint-STEP of a run, or 'last' with its output_dir"
@@ -177,7 +178,7 @@ def find_checkpoints(config: RecordSection) -> list[Path]:
             f"resume_from_checkpoint='{path}': it is of the run {path.parent}, not of "
             f"output_dir='{config.output_dir}': leave output_dir out"
         )
-    later = [checkpoint.name for checkpoint in checkpoints(path.parent) if step_of(checkpoint) > step_of(path)]
+    later = [checkpoint.name for checkpoint in found if step_of(checkpoint) > step_of(path)]
     if later:
         raise ConfigError(
             f"resume_from_checkpoint='{path}': the run has {' and '.join(later)} too, which go another way from there: "
