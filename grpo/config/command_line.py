@@ -338,11 +338,10 @@ def _as_word(value: Any) -> str:
 def write_config(config: Any, path: Path) -> None:
     """Write the resolved settings for `--config`, without `resume_from_checkpoint`, which is this start's alone."""
     new = path.with_name(f"{path.name}.new")  # a full disk leaves the old one
-    unset = {field.name for field in fields(config) if getattr(config, field.name) is default_of(field) is None}
-    settings = dataclasses.asdict(config)
-    for name in unset | {"resume_from_checkpoint"}:
-        settings.pop(name, None)
-    new.write_text(to_yaml(settings), encoding="utf-8")
+    defaults = {field.name: default_of(field) for field in fields(config)}
+    settings = dataclasses.asdict(config) | {"resume_from_checkpoint": None}
+    written = {name: value for name, value in settings.items() if value is not None or defaults.get(name) is not None}
+    new.write_text(to_yaml(written), encoding="utf-8")
     new.replace(path)
 
 
