@@ -74,17 +74,16 @@ class WeightPublisher:
                 "mixture needs them: start the servers with the policy's model, or use 1"
             )
         weights = weights_to_save(self.model) if same else None
-        if self.folder is None:
-            return reference.fingerprint
-        folder = self.folder / "reference-0"
-        if same:
-            self._save(0, weights)
-        else:
-            with whole_folder(folder, "reference"):
-                pass  # an empty folder: the trainer does not have these weights
-        fingerprints = {"policy": self.policy.fingerprint, "reference": reference.fingerprint}
-        (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
-        to_disk(folder)
+        if self.folder is not None:
+            folder = self.folder / "reference-0"
+            if same:
+                self._save(0, weights)
+            else:
+                with whole_folder(folder, "reference"):
+                    pass  # an empty folder: the trainer does not have these weights
+            fingerprints = {"policy": self.policy.fingerprint, "reference": reference.fingerprint}
+            (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
+            to_disk(folder)
         return reference.fingerprint
 
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
