@@ -187,10 +187,7 @@ class Store:
             for task in tasks:
                 known, _ = self.find_task(task.key)
                 if known is None:
-                    for sha256 in task.pictures:
-                        if self.files.size(sha256) is None:
-                            message = f"picture {sha256} of group {task.group} is not here"
-                            raise ProtocolError(409, "missing_file", message)
+                    self._check_pictures(task)
                     self.database.store("tasks", **_row(task))
                 elif known != task:
                     reason = f"group {task.group} has another prompt, row or version in the pool"
@@ -261,6 +258,12 @@ class Store:
     def replaced(self, weights: Iterable[tuple[int, str]]) -> set[int]:
         """Return the versions, of these with their weights' SHA-256, that have other weights here."""
         return {number for number, sha256 in weights if self.find_version(number)[0] != sha256}
+
+    def _check_pictures(self, task: Task) -> None:
+        """Raise ProtocolError if a worker could not get a picture of this task."""
+        for sha256 in task.pictures:
+            if self.files.size(sha256) is None:
+                raise ProtocolError(409, "missing_file", f"picture {sha256} of group {task.group} is not here")
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
         """Return the first of these tasks' results, as `encode_drawn` writes them, and others up to `most_bytes`."""
