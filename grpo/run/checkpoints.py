@@ -39,6 +39,7 @@ from grpo.run.folder import (
     describe_room,
     push_in_background,
     put_in_place,
+    remove,
     tell_unpushed,
     to_disk,
     write_model,
@@ -141,7 +142,7 @@ class Checkpoints:
             (self.folder / "model" / PROGRESS).unlink(missing_ok=True)
             for name in ("model", "checkpoint-*", "reference-*"):
                 for left in [*self.folder.glob(f"{name}.unfinished"), *self.folder.glob(f"{name}.old")]:
-                    shutil.rmtree(left)
+                    remove(left)
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint, or 0: nothing before it is needed any more."""
@@ -323,7 +324,7 @@ class Checkpoints:
                 # A rename ends it as a checkpoint at once: a kill while files are deleted leaves no half of one.
                 deleted = old.with_name(old.name + ".unfinished")
                 os.replace(old, deleted)
-                shutil.rmtree(deleted)
+                remove(deleted)
 
 
 def _writer(name: str) -> int:

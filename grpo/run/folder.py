@@ -107,6 +107,17 @@ def whole_folder(folder: Path, what: str) -> Iterator[Path]:
         raise SaveError(f"the {what} could not be saved to {folder}: {reason}: nothing was left there") from error
 
 
+def remove(folder: Path) -> None:
+    """Delete a folder, or the link to one. What cannot be deleted stays, with a warning: nothing needs it gone."""
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
+    except OSError as error:
+        log.warning("%s cannot be deleted: %s", folder, error)
+
+
 def describe_room(folder: Path) -> str:
     """Say how full the folder's disk is: the reason of a failed write may not tell it."""
     try:

@@ -173,7 +173,7 @@ def find_checkpoints(config: RecordSection) -> list[Path]:
             f"resume_from_checkpoint='{path}': it is no checkpoint-STEP, or there is no {PROGRESS} in it: name a "
             "folder checkpoint-STEP of a run, or 'last' with its output_dir"
         )
-    if config.output_dir is not None and Path(config.output_dir).resolve() != path.resolve().parent:
+    if config.output_dir is not None and Path(config.output_dir).resolve() != path.parent.resolve():
         raise ConfigError(
             f"resume_from_checkpoint='{path}': it is of the run {path.parent}, not of "
             f"output_dir='{config.output_dir}': leave output_dir out"

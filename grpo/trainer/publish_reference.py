@@ -8,7 +8,6 @@ another one: a run that is killed before that begins again with it, whatever the
 import copy
 import json
 import logging
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from grpo.model.pictures import PictureProcessor
 from grpo.model.sharded import weights_to_save
 from grpo.model.weights_file import WeightsFile, named_weights, write_weights
 from grpo.run.collective import from_first, raise_together
-from grpo.run.folder import to_disk, whole_folder
+from grpo.run.folder import remove, to_disk, whole_folder
 from grpo.wire.health import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class WeightPublisher:
         kept = {f"reference-{kept_step}" for kept_step in (step, *needed)}
         for folder in self.folder.glob("reference-*") if self.folder is not None else ():
             if folder.name not in kept:
-                shutil.rmtree(folder)
+                remove(folder)
 
     def resume(self, step: int, first: str) -> None:
         """Make the reference of this step's update the reference again, whatever the servers have by now. `first` is

@@ -42,6 +42,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
 from grpo.run.checkpoints import Checkpoints
+from grpo.run.folder import remove
 from grpo.run.preflight import RunDescription
 from grpo.run.recorder import Recorder
 from grpo.run.run_folder import (
@@ -431,6 +432,25 @@ def test_the_newest_and_the_best_are_kept_and_what_cannot_be_read_stops_nothing(
     left.delete_old()
     assert left.references() == {6, 14}
     assert [step_of(path) for path in checkpoints(run)] == [6, 14]
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_one_and_only_its_link_is_deleted(whole, tmp_path, caplog):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for step in (2, 4, 6):
+        whole(step)
+    (run / "checkpoint-2").rename(elsewhere)
+    (run / "checkpoint-2").symlink_to(elsewhere)
+    (run / "checkpoint-9.unfinished").symlink_to(elsewhere)
+    checkpoints_of(TrainerConfig(save_total_limit=2), run).delete_old()
+    assert {path.name for path in run.iterdir()} == {"checkpoint-4", "checkpoint-6"}
+    assert (elsewhere / "progress.json").exists()
+    for step in (4, 6):
+        (run / f"checkpoint-{step}").rename(tmp_path / f"{step}")
+        (run / f"checkpoint-{step}").symlink_to(tmp_path / f"{step}")
+    resumed = TrainerConfig(resume_from_checkpoint=f"{run}/checkpoint-6", output_dir=str(run))
+    assert find_checkpoints(resumed) == [run / "checkpoint-6"]
+    remove(tmp_path / "nowhere")
+    assert "nowhere cannot be deleted: [Errno 2]" in caplog.text
 
 
 def test_a_start_removes_its_own_leftovers_alone_and_a_run_that_trains_is_not_done(whole, tmp_path):
