@@ -13,6 +13,7 @@ finish its step and save, then everything ends; a second Ctrl-C ends at once. On
 killed continues by itself, and so does one out of memory: twice, with half of the setting that failed.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -42,7 +43,7 @@ from grpo.config.console import free_port, start_program
 from grpo.config.errors import COMMAND, LOWERED, on_stop_signals, say_once, typed_command
 from grpo.config.fields import PROGRAMS
 from grpo.config.programs import LaunchConfig
-from grpo.report.status import is_ready
+from grpo.report.status import is_ready, writer
 from grpo.run.exit import exit_code
 from grpo.run.run_folder import find_run_folder, forget_stop, is_finished, is_stop_asked
 
@@ -85,7 +86,8 @@ def launch_here(config: LaunchConfig) -> int:
     # The ranks would refuse it too, after seconds of imports. A folder without a name is chosen here, for all of them.
     run = find_run_folder(config)
     config.output_dir = str(run)
-    if config.node_rank == 0 and not config.dry_run:
+    # One that trains there still has it to obey.
+    if config.node_rank == 0 and not config.dry_run and writer(run) is None:
         forget_stop(run)
     if not (cards := visible_cards()):
         from grpo.model.devices import take_device
@@ -103,6 +105,8 @@ def launch_here(config: LaunchConfig) -> int:
         if config.starts_server and not config.dry_run:
             config.ref_servers = [config.url_on_first(config.port)]
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
+        # systemd-tmpfiles deletes what is ten days old in /tmp, but nothing in a folder that is locked.
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
         programs = Programs(config, share, Path(folder))
         try:
             code = programs.run()

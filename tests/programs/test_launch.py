@@ -1,16 +1,18 @@
 """`python -m grpo.launch`: what it starts for which settings, and how it all ends."""
 
+import fcntl
 import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 
 import psutil
 import pytest
-from conftest import free_port, run_python
+from conftest import REPOSITORY, free_port, run_python
 from processes import is_alive, processes_below
 from servers import wait_until
 from trainer_runs import check_alike, check_drawn_alike, finish, lines, options, training, wait_for_steps
@@ -65,6 +67,33 @@ def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
     assert [failures.is_last() for _ in range(2)] == [False, False]
     metrics.write_text('{"step": 4}\n')  # it went back to a checkpoint, and failed before step 6
     assert failures.is_last()
+
+
+def test_a_second_start_leaves_the_request_to_stop_to_the_trainer_that_is_there(tmp_path, monkeypatch):
+    class Nothing:
+        def __init__(self, config, share, folder):
+            self.folder = folder
+
+        def run(self) -> int:
+            with suppress(BlockingIOError):  # what cleans /tmp locks a folder before it looks inside
+                fcntl.flock(os.open(self.folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return 0
+            return 2
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr("grpo.launch.Programs", Nothing)
+    config = LaunchConfig(beta=0.0, resume_from_checkpoint="last", output_dir=str(tmp_path))
+    locked = "import sys, time; from pathlib import Path; from grpo.run.run_folder import lock_run"
+    script = f"{locked}; lock_run(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+    (tmp_path / "stop").touch()
+    with subprocess.Popen([sys.executable, "-c", script, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout.readline() == b"locked\n"
+        assert launch(config) == 2
+        assert (tmp_path / "stop").exists()
+        trainer.kill()
+    assert launch(config) == 2
+    assert not (tmp_path / "stop").exists()
 
 
 def test_a_killed_run_that_was_asked_to_stop_is_not_started_again(tmp_path, monkeypatch):
