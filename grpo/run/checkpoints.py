@@ -90,15 +90,18 @@ SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batche
 
 
 def check_space(config: TrainerConfig, folder: Path, model: PreTrainedModel) -> str:
-    """Return how much a checkpoint takes, and is free. Raises ConfigError if that is too little for one: the first
-    would be written after hours."""
+    """Return how much a checkpoint takes, and is free. Raises ConfigError if that is too little for one, or for the
+    model at the end: they would be written after hours."""
     weights = [*model.parameters()]
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     saved = trained if config.use_peft else sum(weight.numel() for weight in weights)
     of_optimizer = 6 if config.optim == "adamw_8bit" else 12
-    size = (of_optimizer + model.dtype.itemsize) * trained + model.dtype.itemsize * saved
+    of_model = model.dtype.itemsize * saved
+    size = (of_optimizer + model.dtype.itemsize) * trained + of_model
     free = shutil.disk_usage(nearest_existing(folder)).free
     sizes = f"a checkpoint takes {size / 2**30:.1f} GiB of disk, and {free / 2**30:.1f} are free"
+    if of_model > free:
+        config.refuse("output_dir", f"{sizes}, and not the model's {of_model / 2**30:.1f}: make room, or name another")
     if size > free and config.save_steps > 0:
         config.refuse("output_dir", f"{sizes}: make room, name another, or set save_steps to 0")
     return sizes

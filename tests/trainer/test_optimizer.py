@@ -202,5 +202,8 @@ def test_what_the_machine_or_its_disk_cannot_hold_is_refused_before_the_first_st
     with pytest.raises(ConfigError, match=r"output_dir=.*takes 113.5 GiB of disk, and 100.0 are free: make room"):
         check_space(config_of(), tmp_path / "run", model)
     assert check_space(config_of(save_steps=0), tmp_path / "run", model)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=14 * 2**30))
+    with pytest.raises(ConfigError, match=r"and 14.0 are free, and not the model's 14.2: make room, or name another$"):
+        check_space(config_of(save_steps=0), tmp_path / "run", model)
     train_adapter(model, config_of(use_peft="true"))
     assert "takes 0." in check_space(config_of(use_peft="true"), tmp_path / "run", model)
