@@ -49,7 +49,8 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     if world_size > 1:
         # For verdicts and texts only, so gloo on GPUs too. A rank may finish long before the last one.
         dist.init_process_group("gloo", timeout=timedelta(days=1))
-    folder = Path(config.output) if config.output and rank == 0 else None
+    # A reward function may change the directory.
+    folder = Path(config.output).absolute() if config.output and rank == 0 else None
     if folder is not None:
         check_unused("output", folder)
         check_writable("output", folder)

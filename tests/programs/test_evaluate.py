@@ -130,6 +130,19 @@ def test_rewards_of_ones_own_are_the_numbers(main, capsys, model_folder, data_fo
     assert not [line for line in shown if "accuracy" in line or "format" in line]
 
 
+def test_the_output_is_where_the_command_began_though_a_reward_function_changes_the_folder(
+    main, model_folder, data_folder, tmp_path, monkeypatch
+):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "own.py").write_text(
+        "import os\ndef moves(completions, **_):\n    os.chdir('scratch')\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = options(model_folder, data_folder, eval_samples=2, output="out", reward_funcs="own.py:moves")
+    assert main(*words) == 0
+    assert result(tmp_path / "out")[0]["eval_rewards/moves/mean"] == 1.0
+
+
 HANGS = """
 import time
 
