@@ -46,7 +46,7 @@ def status(folder: Path) -> list[str]:
         who = trains if process else ended
         lines.append(f"{who}; start {len(run.starts)}, {began:%Y-%m-%d %H:%M}: {start.get('ranks')} ranks on {hosts}")
     if run.rows:
-        age = duration(time.time() - (folder / "metrics.jsonl").stat().st_mtime)
+        age = duration(max(0.0, time.time() - (folder / "metrics.jsonl").stat().st_mtime))  # by another machine's clock
         kept = [path.name for path in checkpoints(folder)]
         lines.append(f"last step {age} ago; {kept[-1] if kept else 'no checkpoint yet'}")
     if process:
@@ -127,8 +127,8 @@ def what_is_kept(folder: Path) -> str:
         return "there is no checkpoint: the same command begins again"
     run = read_run(folder, may_be_empty=True)
     started = run.starts[-1]["command"] if run.starts else ""
-    command = started if re.match(r"(grpo |python -m grpo\.)launch ", started) else ""  # other launchers' is not whole
-    way_on = how_to_continue(folder.absolute(), step_of(kept[-1]), command)
+    is_whole = re.match(r"(grpo |python -m grpo\.)launch( |$)", started)  # other launchers' is not
+    way_on = how_to_continue(folder.absolute(), step_of(kept[-1]), started if is_whole else "")
     return f"its last step was {max(run.rows, default=0)}, and it left {kept[-1].name}; {way_on}"
 
 

@@ -1,10 +1,12 @@
 """`grpo status` and `grpo stop`: how runs stand, and how they are stopped, from their folders."""
 
 import errno
+import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from processes import end_by_ctrl_c, wait_for_file
 from recorded import write_rows
 
 from grpo.config.errors import ConfigError
-from grpo.report.status import status, stop, writer
+from grpo.report.status import status, stop, what_is_kept, writer
 from grpo.run.run_folder import write_progress
 
 STEPS = [{"step": step, "reward": step / 100, "num_tokens": 600 * step, "step_time": 30.0} for step in range(1, 41)]
@@ -100,6 +102,18 @@ def test_a_stopped_run_is_waited_for_and_its_command_is_said(tmp_path):
         f"python -m grpo.launch --config my.yaml {way_on}",
     ]
     assert done.returncode == 0, done.stderr
+
+
+def test_a_launch_without_options_is_said_and_a_clock_that_is_ahead_is_no_age(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 7}])
+    write_rows(tmp_path / "starts.jsonl", [{"step": 0, "time": "2026-11-27T08:00:00+00:00", "command": "grpo launch"}])
+    (tmp_path / "checkpoint-7").mkdir()
+    write_progress(tmp_path / "checkpoint-7", {"step": 7})
+    way_on = f"grpo launch --resume_from_checkpoint last --output_dir {tmp_path} goes on after step 7"
+    assert what_is_kept(tmp_path) == f"its last step was 7, and it left checkpoint-7; {way_on}"
+    later = time.time() + 30
+    os.utime(tmp_path / "metrics.jsonl", (later, later))
+    assert status(tmp_path)[2] == "  last step 0 s ago; checkpoint-7"
 
 
 @pytest.mark.parametrize(
