@@ -322,7 +322,11 @@ def advantages(
 
 
 def weighted_sum(by_function: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """Add up [functions][n] -> [n]; NaN is left out, a completion for which all functions have NaN is NaN."""
+    """Add up [functions][n] -> [n]; NaN is left out, a completion for which all functions have NaN is NaN. Those of
+    weight 0 are left out first, unless all are."""
+    if any(weights):
+        by_function = [row for row, weight in zip(by_function, weights, strict=True) if weight]
+        weights = [weight for weight in weights if weight]
     result = []
     for sampled in zip(*by_function, strict=True):
         terms = [weight * value for weight, value in zip(weights, sampled, strict=True) if not math.isnan(value)]

@@ -71,17 +71,23 @@ def _signal(rewards: Tensor, greedy: Tensor | None, settings: LossSection) -> Te
 
 
 def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum over the functions, [functions, ...] -> [...], without NaN; NaN if all are NaN."""
+    """Return the weighted sum over the functions, [functions, ...] -> [...], without NaN; NaN where `is_unjudged`."""
     total = torch.tensordot(weights, by_function.nan_to_num(nan=0.0), dims=1)
-    return total.masked_fill(by_function.isnan().all(dim=0), torch.nan)
+    return total.masked_fill(is_unjudged(by_function, weights), torch.nan)
+
+
+def is_unjudged(by_function: Tensor, weights: Tensor) -> Tensor:
+    """Tell to which completions no function of a weight applies: [functions, ...] -> bool [...]. A measure, whose
+    weight is 0, would make no verdict a reward of 0. Where all are measures, they decide."""
+    judging = by_function[weights != 0] if weights.any() else by_function
+    return judging.isnan().all(dim=0)
 
 
 def normalize_then_sum(by_function: Tensor, weights: Tensor, settings: LossSection) -> Tensor:
     """Normalise each function's rewards in the group, their weighted sum over the batch: GDPO, arXiv:2601.05242."""
-    no_reward = by_function.isnan().all(dim=0)
     signal = has_signal(by_function[weights != 0], settings.reward_tolerance).any(dim=0)
     normalised = torch.stack([group_advantages(rewards, "group", settings.reward_tolerance) for rewards in by_function])
-    total = torch.einsum("f,fgn->gn", weights, normalised).masked_fill(no_reward, torch.nan)
+    total = torch.einsum("f,fgn->gn", weights, normalised).masked_fill(is_unjudged(by_function, weights), torch.nan)
     scaled = (total - total.nanmean()) / (std(total.flatten()) + 1e-4)
     return torch.where(signal.unsqueeze(1), scaled, 0.0).nan_to_num(nan=0.0)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo.algorithm.advantages import soft_overlong_punishment
+from grpo.algorithm.advantages import is_unjudged, soft_overlong_punishment
 from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.loss_settings import RewardedConfig
@@ -181,7 +181,7 @@ class Rewarder:
         if config.soft_punish_cache:
             lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
             punishment = soft_overlong_punishment(lengths, config.max_completion_length, config.soft_punish_cache)
-            punishment = punishment.masked_fill(by_function.isnan().all(dim=0), torch.nan)
+            punishment = punishment.masked_fill(is_unjudged(by_function, self.weights[:-1]), torch.nan)
             by_function = torch.cat([by_function, punishment.unsqueeze(0)])
         return by_function
 

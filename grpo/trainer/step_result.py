@@ -52,7 +52,7 @@ def step_result(
     everyone = of_updates | others
     masked = "loss" not in everyone
     is_applied = masked or run.engine.was_step_applied()
-    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
+    rewarded = everyone["reward"].count > 0
     teaches = rewarded or bool(run.config.teacher_servers)
     completions = everyone["completions/mean_length"].count
     drew = everyone["completions/mean_length"].total > 0

@@ -26,6 +26,7 @@ from grpo.config.loss_settings import ADVANTAGE_ESTIMATORS, LossSection
 SETTINGS = get_type_hints(LossSection)
 SCALES, AGGREGATIONS = (get_args(SETTINGS[name]) for name in ("scale_rewards", "multi_objective_aggregation"))
 NAN = math.nan
+WEIGHTS = [1.0, 0.5, 2.0], [1.0, 0.5, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 0.0]
 
 
 def random_round(seed: int) -> tuple[list[list[float]], list[list[int]], list[float]]:
@@ -69,13 +70,12 @@ def test_of_one_reward_they_are_the_papers():
 
 
 def test_of_several_rewards_they_are_those_of_the_weighted_sum():
-    weights = [1.0, 0.5, 2.0]
     penalties = [[0.1 * place * group for place in range(5)] for group in range(6)]
-    for scale, seed in product(SCALES, range(5)):
+    for scale, seed, weights in product(SCALES, range(5), WEIGHTS):
         by_function = random_functions(seed)
         sums = [oracle.weighted_sum(rewards, weights) for rewards in zip(*by_function, strict=True)]
         settings = LossSection(scale_rewards=scale)
-        with named(scale, seed):
+        with named(scale, seed, weights):
             close(advantages(tensor(by_function), tensor(weights), settings), oracle.advantages(sums, scale))
             result = advantages(tensor(by_function), tensor(weights), settings, tensor(penalties))
             close(result, oracle.advantages(sums, scale, penalties=penalties))
@@ -97,11 +97,10 @@ def test_a_kl_of_mere_rounding_is_not_scaled_to_the_size_of_a_reward():
 
 
 def test_decoupled_ones_are_the_papers():
-    weights = [1.0, 0.5, 2.0]
-    for seed, tolerance in product(range(5), (0.0, 3.0)):
+    for seed, tolerance, weights in product(range(5), (0.0, 3.0), WEIGHTS[:-1]):
         by_function = random_functions(seed)
         settings = LossSection(multi_objective_aggregation="normalize_then_sum", reward_tolerance=tolerance)
-        with named(seed, tolerance):
+        with named(seed, tolerance, weights):
             expected = oracle.decoupled_advantages(by_function, weights, tolerance)
             close(advantages(tensor(by_function), tensor(weights), settings), expected)
 
