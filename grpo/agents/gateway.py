@@ -224,13 +224,14 @@ class ChatExchange:
             content.append({"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []})
         return {"content": content, "refusal": None}
 
-    def stream(self) -> Iterator[dict[str, Any]]:
+    def stream(self, is_gone: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         """Yield the answer in pieces, as they are drawn; to a retry whole, as the first stream may have taken some. A
         text that may be the begin of a call waits for its end."""
         head, sent = self._head("chat.completion.chunk"), [0] * len(self.nodes)
 
-        def chunk(number: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-            return {**head, "choices": [{"index": number, "delta": delta, "finish_reason": reason}]}
+        def chunk(number: int, delta: dict[str, Any], **at_end: Any) -> dict[str, Any]:
+            choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None}
+            return {**head, "choices": [choice | at_end]}
 
         for number in range(len(self.nodes)):
             yield chunk(number, {"role": "assistant", "content": ""})
@@ -245,13 +246,14 @@ class ChatExchange:
                 yield chunk(number, {"content": text[sent[number] :]})
                 sent[number] = len(text)
         whole = self.answer()
+        self.hand_over(is_gone())  # a program that has the last pieces may end at once
         for choice in whole["choices"]:
             number, message = choice["index"], choice["message"]
             if rest := (message["content"] or "")[sent[number] :]:
                 yield chunk(number, {"content": rest})
             if calls := message.get("tool_calls"):
                 yield chunk(number, {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]})
-            yield chunk(number, {}, choice["finish_reason"])
+            yield chunk(number, {}, finish_reason=choice["finish_reason"], logprobs=choice["logprobs"])
         if self._wanted.include_usage:
             yield {**head, "choices": [], "usage": whole["usage"]}
 
@@ -380,12 +382,11 @@ def _events(session: RunningEpisode, exchange: ChatExchange, is_gone: Callable[[
     """Yield server-sent events. An error in their midst is one of them, as the status is sent."""
     with session.waiting():
         try:
-            for chunk in exchange.stream():
+            for chunk in exchange.stream(is_gone):
                 yield b"data: %s\n\n" % json.dumps(chunk).encode()
         except Refused as refused:
             yield b"data: %s\n\n" % refused.to_json()
             return
-    exchange.hand_over(is_gone())
     yield b"data: [DONE]\n\n"
 
 

@@ -122,15 +122,17 @@ def test_many_at_a_time_draw_what_one_draws_and_a_seed_tells_races_apart(desk):
 def test_a_stream_is_the_answer_in_pieces(desk):
     session, key = desk.begin()
     chat = desk.client(key).chat.completions
-    texts, reasons, usage = ["", ""], [None, None], None
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    texts, reasons, logprobs, usage = ["", ""], [None, None], [[], []], None
+    options = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
     for chunk in chat.create(model="policy", messages=QUESTION, n=2, stop=["e"], **options):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
+            logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     nodes = session.episode.nodes
     assert texts == [node.reply["content"] for node in nodes]
+    assert [[each.logprob for each in of] for of in logprobs] == [node.logprobs for node in nodes]
     assert not any("e" in text for text in texts)
     assert usage.completion_tokens == sum(len(node.ids) for node in nodes)
     decode = desk.formats.tokenizer.decode
@@ -199,6 +201,27 @@ def test_a_stream_that_breaks_off_is_had_whole_by_the_retry(desk):
             texts[choice["index"]] += choice["delta"].get("content") or ""
     assert texts == [node.reply["content"] for node in session.episode.nodes]
     assert all(node.is_seen for node in session.episode.nodes)
+
+
+def test_a_program_that_ends_with_the_last_piece_of_a_stream_has_seen_it(desk):
+    session, key = desk.begin()
+    ended = threading.Event()
+
+    def wait_at_the_end(waits: bool) -> None:
+        """Hold the request's end back until the server knows that the client has hung up."""
+        is_gone = bottle.request.environ["waitress.client_disconnected"]
+        if not waits:
+            wait_until(is_gone, 30)
+            ended.set()
+
+    session.on_wait = wait_at_the_end
+    body = json.dumps({"messages": QUESTION, "model": "policy", "stream": True})
+    ask = {"url": f"{desk.gateway.url}/chat/completions", "data": body, "headers": {"Authorization": f"Bearer {key}"}}
+    with requests.post(**ask, stream=True) as answer:
+        next(line for line in answer.iter_lines() if b'"finish_reason": "' in line)
+    assert ended.wait(60)
+    assert session.episode.nodes[0].is_seen
+    branches_hold_each_id_once(session)
 
 
 @pytest.mark.parametrize(
