@@ -287,7 +287,7 @@ class Gateway:
             admit=self._admit,
             on_refused=lambda **refused: None,
             # A program's clock stands still once a thread has its request, which it keeps until the answer is drawn.
-            threads=max(THREADS, episodes + 2 * segments),
+            threads=max(THREADS, config.max_connections),
         )
         self.url = f"{self._server.url}/v1"
         threading.Thread(target=self._server.run, name="gateway", daemon=True).start()

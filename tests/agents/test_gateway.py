@@ -333,10 +333,10 @@ def test_what_an_ended_episode_waits_for_is_not_drawn(desk):
 
 
 def test_no_programs_clock_runs_while_its_request_waits_for_another_programs(desk):
-    gateway, waits, count = Gateway(episodes=150, segments=1), [], 150
+    gateway, waits, count, at_a_time = Gateway(episodes=150, segments=1), [], 150, 3
     drawer = types.SimpleNamespace(submit=lambda segment: None)  # whose rows are all in use
     temperatures = {"temperature": TEMPERATURE, "draw_temperature": TEMPERATURE}
-    limits = EpisodeLimits(longest=LONGEST, context=CONTEXT, turns=1, **temperatures)
+    limits = EpisodeLimits(longest=LONGEST, context=CONTEXT, turns=at_a_time, **temperatures)
     keys = []
     for number in range(count):
         session = RunningEpisode(
@@ -345,11 +345,11 @@ def test_no_programs_clock_runs_while_its_request_waits_for_another_programs(des
         keys.append(gateway.open(session))
     body = json.dumps({"model": "policy", "messages": QUESTION}).encode()
     with ExitStack() as connections:
-        for key in keys:
+        for key in keys * at_a_time:
             connection = connections.enter_context(closing(http.client.HTTPConnection(urlsplit(gateway.url).netloc)))
             headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
             connection.request("POST", "/v1/chat/completions", body, headers)
-        wait_until(lambda: waits.count(True) == count, 60)
+        wait_until(lambda: waits.count(True) == count * at_a_time, 60)
         for key in keys:
             gateway.close(key)
     gateway.shut_down()
