@@ -115,6 +115,7 @@ class ChatExchange:
             self._prompt_ids = self.nodes[0].prompt_ids
             room = self._find_room()
             session.turns += wanted.n  # a refused request takes none
+            session.refusal = ""  # the program got over the last one
             self._wanted = replace(wanted, messages=[])  # else each turn would keep all before it
             self._segments = [self._segment(number, node, room) for number, node in enumerate(self.nodes)]
         for segment in self._segments:

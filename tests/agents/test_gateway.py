@@ -280,9 +280,12 @@ def test_an_episode_has_its_turns_and_its_key_alone(desk):
     chat = desk.client(key).chat.completions
     with pytest.raises(openai.BadRequestError, match="send fewer"):  # which costs no turn
         chat.create(model="policy", messages=LONG)
+    assert session.refusal == "context_length_exceeded"
     chat.create(model="policy", messages=QUESTION, n=2)
+    assert session.refusal == ""  # the program got over it: a later failure is another one
     with pytest.raises(openai.BadRequestError, match="has 2 turns, and may have 2"):
         chat.create(model="policy", messages=QUESTION)
+    assert session.refusal == "max_turns"
     desk.gateway.close(key)
     for wrong in (key, "sk-none"):
         with pytest.raises(openai.AuthenticationError):
