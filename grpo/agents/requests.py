@@ -38,7 +38,10 @@ _MESSAGE_FIELDS = {
     "system": ("role", "content", "name"),
     "developer": ("role", "content", "name"),
     "user": ("role", "content", "name"),
-    "assistant": ("role", "content", "name", "reasoning_content", "tool_calls"),
+    # The last two are what clients such as litellm add to an answer. They say nothing to the policy, and are left out.
+    "assistant": (
+        *("role", "content", "name", "reasoning_content", "tool_calls", "annotations", "provider_specific_fields"),
+    ),
     "tool": ("role", "content", "name", "tool_call_id"),
 }
 # The openai package sends back more of a stream, or of a parsed answer: `index` of a call, its arguments once more.

@@ -133,7 +133,8 @@ DRAWN = r'"arguments":"{\"item\":  \"tea\"}","name":"price"'
     ],
 )
 def test_an_answer_that_comes_back_through_the_openai_package_is_the_same_message(written):
-    message = written.replace("NULLS", NULLS).replace("DRAWN", DRAWN) + ',"reasoning_content":"hm"}'
+    message = written.replace("NULLS", NULLS).replace("DRAWN", DRAWN) + ',"reasoning_content":"hm",'
+    message += '"annotations":[],"provider_specific_fields":{"refusal":null}}'  # as litellm sends it back
     body = f'{{"model":"policy","messages":[{json.dumps(ASK)},{message},{json.dumps(ANSWER)}],"seed":null}}'
     assert read_request(body.encode()).messages == [ASK, CALLS | {"reasoning_content": "hm"}, ANSWER]
 
