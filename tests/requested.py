@@ -25,7 +25,8 @@ ADD = {
 def make_request(messages: list[dict], tools: list[dict] | tuple = (), **fields: Any) -> ChatRequest:
     """Make a request as grpo/agents/requests.py reads it."""
     options = dict(n=1, stop=[], max_tokens=None, seed=None, logprobs=False, stream=False, include_usage=False)
-    return ChatRequest(messages=messages, tools=[*tools], temperature=None, top_p=None, **options | fields)
+    options |= dict(temperature=None, top_p=None, may_call=True)
+    return ChatRequest(messages=messages, tools=[*tools], **options | fields)
 
 
 def user(text: str) -> dict:

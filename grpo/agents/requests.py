@@ -30,9 +30,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),  # with "none" the policy sees the tools all the same
+    "tool_choice": ("auto", "none"),
 }
-"""the values that ask for nothing, of fields whose other values are refused"""
+"""the values that change nothing in what is drawn, of fields whose other values are refused"""
 
 _MESSAGE_FIELDS = {
     "system": ("role", "content", "name"),
@@ -73,6 +73,7 @@ class ChatRequest:
     tools: list[dict[str, Any]]
     """{"type": "function", "function": {"name", "description", "parameters"}}, a description only where one was sent,
     in this order of names: a chat template shows them to the policy in the order that they have"""
+    may_call: bool  # False: the answer is text, whatever is drawn; the policy sees the tools all the same
     n: int  # from 1 to 64
     stop: list[str]  # 4 at most, none of them empty
     max_tokens: int | None
@@ -101,6 +102,7 @@ def read_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         tools=_read_tools(top),
+        may_call=top.fields.get("tool_choice") != "none",
         n=top.whole("n", 1, _MOST_CHOICES) or 1,
         stop=_read_stop(top),
         max_tokens=_read_max_tokens(top),

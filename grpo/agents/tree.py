@@ -38,6 +38,7 @@ class Asked:
     """What nodes need of the request for them. It may have a long history, which is not kept."""
 
     tools: list[dict]
+    may_call: bool
     max_tokens: int | None
     chain: tuple[str, str]  # the digests of its tools and of all its messages
     told: list[tuple[str, Message]]  # the messages after its parent's reply, each with the digest up to it
@@ -120,6 +121,7 @@ class Episode:
         told = [*zip(chains[length:], messages[length:], strict=True)]
         asked = Asked(
             tools=request.tools,
+            may_call=request.may_call,
             max_tokens=request.max_tokens,
             chain=(tools, chains[-1]),
             told=told,
@@ -155,7 +157,7 @@ class Episode:
         node.ids, node.logprobs, node.version = ids, logprobs, version
         node.finished = reader.is_whole(ids)
         node.is_stopped = stop_at is not None or len(ids) == node.asked.max_tokens
-        whole = node.finished and stop_at is None
+        whole = node.finished and stop_at is None and node.asked.may_call
         turn = reader.read(ids, node.prompt_ids) if whole else Turn(reader.read_text(ids).content[:stop_at])
         node.calls, node.unreadable = len(turn.calls), sum(bool(call.error) for call in turn.calls)
         node.reply = _write_reply(turn, node.name)

@@ -17,6 +17,7 @@ SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "price", "description": "a price", "parameters": SCHEMA}}
 DEFAULTS = {
     **{"messages": [ASK], "tools": [], "n": 1, "stop": [], "max_tokens": None, "seed": None, "logprobs": False},
+    "may_call": True,
     **{"stream": False, "include_usage": False, "temperature": None, "top_p": None},
 }
 
@@ -76,7 +77,7 @@ def call(**changes) -> list[dict]:
         ({"temperature": 0}, {"temperature": 0}),
         ({"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0}, {}),
         ({"response_format": {"type": "text"}, "tool_choice": "auto", "parallel_tool_calls": False}, {}),
-        ({"tool_choice": "none", "tools": [TOOL]}, {"tools": [TOOL]}),
+        ({"tool_choice": "none", "tools": [TOOL]}, {"tools": [TOOL], "may_call": False}),
         ({"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}, {}),
         ({"prompt_cache_key": "k", "safety_identifier": "s", "functions": None, "modalities": None}, {}),
         ({"tools": [tool(name="f")]}, {"tools": [EMPTY]}),

@@ -217,6 +217,14 @@ def test_a_cut_call_is_text(asked):
     assert "tool_calls" not in node.reply and not node.finished and not asked.episode.record(4).finished
 
 
+def test_a_call_is_text_where_the_program_wants_none_and_its_ids_are_continued(asked):
+    node = asked.ask([user("1?")], call("add", a=1), [ADD], may_call=False)
+    assert node.finished and "tool_calls" not in node.reply
+    assert json.loads(node.reply["content"].split("<tool_call>")[-1].split("</tool_call>")[0])["name"] == "add"
+    after = asked.ask([user("1?"), sent_back(node), user("And?")], "so", [ADD])
+    assert after.parent is node
+
+
 @pytest.mark.parametrize("options", [{"max_tokens": 2}, {"stop": ["so"], "stop_at": 3}])
 def test_a_segment_that_ended_as_the_program_wanted_is_not_cut(asked, options):
     node = asked.ask([user("2?")], ids_of(asked.tokenizer, "so", ends=False)[:2], **options)
