@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from grpo.sampling.draw import check_drawn
-from grpo.sampling.rows import PLACE, Rows
+from grpo.sampling.rows import BASE, PLACE, Rows
 
 _WAIT = 0.05  # seconds of a wait for requests, between two looks at whether all is over
 
@@ -68,7 +68,7 @@ class Drawer:
     """A decode loop in the thread that calls `run`."""
 
     def __init__(self, rows: Rows, longest: int, look_every: int):
-        """`rows` has a slot for each row, and `longest` is the largest length of its completions."""
+        """`rows` has a slot for each row, and `longest` is the largest length of ids with a segment."""
         self._rows, self._longest, self._look_every = rows, longest, look_every
         self._new: queue.SimpleQueue[Segment | None] = queue.SimpleQueue()
         self._waiting: deque[Segment] = deque()
@@ -225,7 +225,10 @@ class Drawer:
         """Draw more in each row that draws; end the segments that are over, and keep their rows."""
         if not self._rows.drawing:
             return
-        self._rows.steps(self._look_every)
+        base, place = self._rows.state[[BASE, PLACE], : self._rows.drawing]
+        # A row draws beyond its room until somebody looks: not where a model may have no position any more.
+        left = self._longest - int((base + place).max())
+        self._rows.steps(min(self._look_every, left))
         ended, is_changed = {*self._rows.look()}, False
         for row, held in enumerate(self._held[: self._rows.drawing]):
             end = int(self._rows.state[PLACE, row]) + 1

@@ -8,8 +8,9 @@ from concurrent.futures import CancelledError, Future
 import numpy as np
 import pytest
 import torch
-from models import ENDS, packed, random_model
+from models import ENDS, GPT2, build, packed, random_model
 from rounding import assert_rounded
+from transformers import GPT2Config
 
 from grpo.sampling.draw import draw, in_blocks
 from grpo.sampling.drawer import Drawer, Drawn, Segment
@@ -24,11 +25,13 @@ def model():
     return packed(random_model("qwen2"))
 
 
-def make_drawer(model, rows: int, look_every: int = 1, ends: list[int] = (), has_scales: bool = False) -> Drawer:
-    settings = {"slots": rows, "copies": 1, "longest_prompt": 8, "longest": LONGEST, "temperature": TEMPERATURE}
+def make_drawer(
+    model, rows: int, look_every: int = 1, ends: list[int] = (), has_scales: bool = False, longest: int = LONGEST
+) -> Drawer:
+    settings = {"slots": rows, "copies": 1, "longest_prompt": 8, "longest": longest, "temperature": TEMPERATURE}
     settings |= {"is_greedy": False, "has_scales": has_scales}
     made = Rows(model, rows=rows, **settings, ends=ends, graphs=None, vision=None)
-    return Drawer(made, LONGEST, look_every)
+    return Drawer(made, longest, look_every)
 
 
 def segment(ids, room: int, seed=0, **others) -> Segment:
@@ -82,6 +85,27 @@ def test_segments_are_those_of_a_plain_pass(model, rows, look_every):
         assert len(ids) == each.room or ids[-1] in ENDS
         assert not {*ids[:-1]} & {*ENDS}
     assert drawer.fed > 0 or rows < 16  # with few rows each is needed before its program comes back
+
+
+def test_no_row_draws_beyond_the_models_last_position():
+    model = packed(build(GPT2Config(**GPT2 | {"n_positions": 32})))
+    drawer, asked = make_drawer(model, 3, look_every=16, longest=32), []
+
+    def episode() -> None:
+        first = segment(range(20, 30), 5, seed=1)
+        drawer.submit(first)
+        ids = [*first.prompt_ids, *first.done.result().ids, 7]
+        last, alone = segment(ids, 32 - len(ids), seed=2, after=first), segment(range(3, 34), 1, seed=3)
+        asked.extend((first, last, alone))
+        for each in asked[1:]:
+            drawer.submit(each)
+        for each in asked[1:]:
+            each.done.result()
+
+    drawn_while(model, drawer, episode)
+    for each in asked:
+        ids, _ = by_hand(model, each, each.room)
+        assert each.done.result().ids == ids
 
 
 def test_a_segment_may_have_a_temperature_of_its_own(model):
