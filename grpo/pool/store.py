@@ -224,7 +224,7 @@ class Store:
 
     def _store_result(self, task: Task, drawn: GroupResult, worker: str) -> bool:
         """Store a task's completions, unless it has some, or is gone. Return whether they are stored."""
-        newest = max(map(max, drawn.versions))
+        newest = max(chain(*drawn.versions), default=task.version)  # an agent's episodes may have drawn nothing
         new = {"worker": worker, "tokens": drawn.tokens, "newest": newest, "drawn": encode_drawn([drawn])}
         new["checksum"] = checksum((_row(task) | new).values())
         columns = ", ".join(f"{column} = ?" for column in new)

@@ -33,7 +33,7 @@ from grpo.client.server_errors import ServersLost
 from grpo.config.errors import ConfigError
 from grpo.pool import files as files_module
 from grpo.pool.files import PIECE_BYTES, Files
-from grpo.pool.protocol import Task, Version
+from grpo.pool.protocol import GroupResult, Task, Version
 from grpo.pool.store import Recording, Store
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
 from grpo.trainer.pool_sampler import Replay
@@ -123,6 +123,16 @@ def test_the_run_stays_and_its_facts_are_those_of_its_last_start(store):
         with pytest.raises(ProtocolError, match=f"of run runs/a: {remedy}") as refusal:
             store.set_run(replace(RUN, **changes))
         assert refusal.value.code == "other_run" and store.run() == RUN
+
+
+def test_a_group_whose_episodes_drew_nothing_is_kept(store):
+    store.set_run(replace(RUN, agent=AGENT))
+    put_version(store, 0)
+    store.put_tasks([task_of(0)])
+    nothing = {name: [[]] * RUN.num_generations for name in ("completions", "logprobs", "versions")}
+    drawn = GroupResult(group=0, attempt=0, **nothing)
+    assert store.add_results([(task_of(0), drawn)], "w") == {(0, 0)}
+    assert len(store.results([(0, 0)], 10**6)) == 1
 
 
 def test_another_agents_answers_are_not_in_the_journal_any_more(store):
