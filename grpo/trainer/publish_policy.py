@@ -302,7 +302,6 @@ class PoolRun:
             if not (draws_this_round or self._run.in_flight_weight_updates):  # else this version can draw it too
                 self._check_version(number)
             self._is_begun = True
-        self._release()
         if not draws_this_round:
             self.publisher.wait()  # for the version that draws this round
         # Versions of an earlier start, from this one on, may have drawn tokens of this round: the pool drops them if
@@ -311,6 +310,7 @@ class PoolRun:
         self.publisher.publish(version)
         if draws_this_round or any(known.version >= version for known in earlier):
             self.publisher.wait()
+        self._release(version)  # the pool has what it needs, and had what the new version is a difference from
 
     def end_step(self, drifts: list[tuple[int, float, int]]) -> None:
         """Tell the pool how far workers' log-probs are from the policy's: StepResult.drifts. Returns when the last
@@ -335,10 +335,11 @@ class PoolRun:
             base[0].unlink()
         self.publisher.send_left(self.config.version_of_round(number), version)
 
-    def _release(self) -> None:
+    def _release(self, version: int) -> None:
         """Let the pool drop the versions that no start of the run will need."""
-        config = self.config
-        needed = config.version_of_round(-(-self.checkpoints.oldest() // config.updates_per_round))
+        config, needed = self.config, version  # without a lag each start makes those that it draws with
+        if config.max_policy_lag > 0:
+            needed = config.version_of_round(-(-self.checkpoints.oldest() // config.updates_per_round))
         if needed > self._needed:
             self._ask(lambda: self._pool.needed(needed))
             self._needed = needed

@@ -147,7 +147,7 @@ class GenerationWorker:
 
     def _first_version(self) -> tuple[int, str]:
         """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
-        versions = self._patience(self._client.versions)
+        versions = self._poll(self._client.versions, "has no weights now: waiting for the trainer")
         # An older version than the newest may be drawn with. Who begins with the newest fetches two whole files.
         leased = self._lease(room=1, wait=0.0)
         if leased.tasks:

@@ -270,18 +270,44 @@ def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
     assert equal(pool.weights(versions[2], tmp_path), saved(model))
 
 
-def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_drew(pool, model, model_folder, tmp_path):
-    words = ["--sampler=pool", "--pool=http://box:1", "--max_policy_lag=2", "--in_flight_weight_updates=true"]
-    config, tokenizer = parse_arguments(TrainerConfig, "", words), AutoTokenizer.from_pretrained(model_folder)
+@pytest.fixture
+def start(pool, model, model_folder, tmp_path):
+    """`start(folder, *words)`: a run whose oldest checkpoint is of step 0, and its publisher."""
 
-    def start(folder: str) -> tuple[PolicyPublisher, PoolRun]:
+    def begin(folder: str, *words: str) -> tuple[PolicyPublisher, PoolRun]:
+        config = parse_arguments(TrainerConfig, "", ["--sampler=pool", "--pool=http://box:1", *words])
         publisher = publisher_of(pool.client, model, tmp_path / folder)
-        checkpoints = SimpleNamespace(identity=RUN.run, oldest=lambda: 0)
         return publisher, PoolRun(
-            config=config, publisher=publisher, tokenizer=tokenizer, name="a", checkpoints=checkpoints, turns=None
+            config=config,
+            publisher=publisher,
+            tokenizer=AutoTokenizer.from_pretrained(model_folder),
+            name="a",
+            checkpoints=SimpleNamespace(identity=RUN.run, oldest=lambda: 0),
+            turns=None,
         )
 
-    publisher, first = start("first")
+    return begin
+
+
+def test_without_a_lag_the_pool_keeps_the_last_version_and_what_it_is_a_difference_from(pool, model, start):
+    publisher, run = start("run")
+    for version in range(10):
+        take_copy(publisher)
+        run.publish(version, version)
+        kept = pool.client.versions()
+        assert [each.version for each in kept] == [*range(version - version % 8, version + 1)]
+        assert [each.whole for each in kept] == [each.version % 8 == 0 for each in kept]
+        train(model)
+    publisher, again = start("again")  # from the checkpoint of step 0, of which the pool has nothing any more
+    take_copy(publisher)
+    again.publish(0, 0)
+    assert pool.client.versions()[0].version == 0
+
+
+def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_drew(pool, model, start):
+    words = "--max_policy_lag=2", "--in_flight_weight_updates=true"
+    publisher, first = start("first", *words)
+    config = first.config
     for version in range(3):
         take_copy(publisher)
         first.publish(version, version)
@@ -299,7 +325,7 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
         versions=[[0] + [2] * (longest - 1)] * count,
     )
     assert pool.client.results("w", [drawn], before.items()) == ["accepted"]
-    publisher, again = start("again")
+    publisher, again = start("again", *words)
     take_copy(publisher)
     again.publish(2, 2)
     assert pool.client.versions()[-1].sha256 != before[2] and pool.client.take([(3, 0)], 0) == []

@@ -33,6 +33,7 @@ from grpo.workers import loop, transformers_engine
 from grpo.workers.engine import EngineError
 from grpo.workers.loop import GenerationWorker, WorkerFailed
 from grpo.workers.transformers_engine import TransformersEngine
+from grpo.workers.weights_folder import ModelFolder
 
 pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
 
@@ -212,6 +213,23 @@ def test_a_worker_that_joins_begins_with_the_version_that_is_drawn_with(pool, tr
     with working(pool, tmp_path / "worker", engine):
         trainer.wait(tasks)
     assert engine.weights == [version.sha256 for version in versions]
+
+
+def test_a_worker_that_joins_while_the_pool_has_no_weights_waits_for_the_next(
+    pool, trainer, tmp_path, monkeypatch, caplog
+):
+    def late(folder, run):
+        bring(folder, run)
+        trainer.client.needed(1)  # the run has done a step meanwhile, and sends its weights
+
+    bring = ModelFolder.bring_model
+    monkeypatch.setattr(ModelFolder, "bring_model", late)
+    trainer.publish(0)
+    caplog.set_level(logging.INFO)
+    with working(pool, tmp_path / "worker", PlainEngine()):
+        wait_until(lambda: "has no weights now: waiting for the trainer" in caplog.text)
+        trainer.publish(1)
+        trainer.wait(trainer.put_tasks(1, range(1)))
 
 
 def test_leases_live_while_the_engine_is_busy(pool, trainer, tmp_path, monkeypatch):
