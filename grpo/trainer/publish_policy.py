@@ -124,8 +124,9 @@ class PolicyPublisher:
     def send_left(self, first: int, end: int) -> None:
         """Send the versions from `first` to before `end` that an earlier start left unsent. Empties the folder."""
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
-            left = Version.of_fields(json.loads(path.read_bytes()))
-            if first <= left.version < end and self._path(left.version).exists():
+            # Another than those of the checkpoint may be half a file, after a power cut.
+            if first <= int(path.stem) < end and self._path(int(path.stem)).exists():
+                left = Version.of_fields(json.loads(path.read_bytes()))
                 self.ask(lambda left=left: self._upload(left))
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -400,6 +400,8 @@ def test_a_run_that_goes_on_sends_what_it_was_ended_before_it_had_sent(pool, mod
         train(model)
     stop.set()  # as for a killed run, nothing is tidied up
     assert len(pool.client.versions()) == sent + 1
+    (tmp_path / "policy/2.json").touch()  # a power cut has emptied it, and no checkpoint needs it
+    (tmp_path / "policy/2.safetensors").touch()
     again = publisher_of(pool.client, model, tmp_path)
     again.send_left(first=1, end=2)
     versions = pool.client.versions()
