@@ -226,4 +226,6 @@ class RewardedConfig(RewardSection, AnsweringConfig):
         remedy = "name a reward function, an environment or agent that gives rewards, or a teacher"
         self.check(bool(self.reward_funcs) or any(givers), reward_funcs=remedy)
         longest = self.max_completion_length
+        punishes_agent = self.agent is not None and self.soft_punish_cache > 0
+        self.check(not punishes_agent, soft_punish_cache="an agent's episode has no largest length: leave it out")
         self.check(self.soft_punish_cache <= longest, soft_punish_cache=f"use max_completion_length={longest} or less")

@@ -98,6 +98,8 @@ IMPOSSIBLE = {
     "--sampler pool --pool a:1": "pool='a:1': write it as http://HOST:PORT",
     "--sampler pool --replay nowhere.sqlite": "replay='nowhere.sqlite': there is no such file",
     "--use_adaptive_entropy --entropy_coef_min 2": "entropy_coef_min=2.0: it is above entropy_coef_max",
+    "--agent 'command: true' --soft_punish_cache 128": "soft_punish_cache=128: an agent's episode has no",
+    "--multi_objective_aggregation normalize_then_sum --scale_rewards none": "scale_rewards='none': normalize_then_sum",
     "--soft_punish_cache 513": "soft_punish_cache=513: use max_completion_length=512 or less",
     "--kl_in_reward --multi_objective_aggregation normalize_then_sum": "kl_in_reward=True: it needs multi_",
     "--kl_in_reward --use_bias_correction_kl": "use_bias_correction_kl=True: it is for",
