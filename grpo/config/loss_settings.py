@@ -167,6 +167,8 @@ class LossSection(Section):
             self.refuse("scale_rewards", f"{estimator} always divides by the std over the round: leave this out")
         if estimator != "grpo" and self.multi_objective_aggregation != "sum_then_normalize":
             self.refuse("multi_objective_aggregation", f"{estimator} compares sums of rewards: use sum_then_normalize")
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
+            self.refuse("scale_rewards", "normalize_then_sum divides by stds of group and round: leave this out")
         if not self.groups_have_signal and self.reward_tolerance > 0:
             self.refuse("reward_tolerance", f"{estimator} may learn from a group of equal rewards: use 0")
 
