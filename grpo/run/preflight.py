@@ -48,6 +48,7 @@ FREE = {
 
 # The settings that may name a Python file of the user's, as path/to/file.py:function.
 USER_FILES = {"reward_funcs", "tools", "environment", "agent", "loss_type", "advantage_estimator"}
+_LENGTH = "max_steps", "num_train_epochs"
 
 
 class RunDescription:
@@ -79,7 +80,8 @@ class RunDescription:
         defaults = self._defaults()
         settings = {name: value for name, value in self.fields["settings"].items() if value != defaults[name]}
         if self._longer_changes_nothing():
-            settings.pop("max_steps", None)
+            for name in _LENGTH:
+                settings.pop(name, None)
         return fingerprint(model, self.fields["prompts"], settings)
 
     def check(self, checkpoint: Path, saved: dict[str, Any]) -> None:
@@ -90,7 +92,7 @@ class RunDescription:
         # Settings first: some change the prompts. A setting that is newer than the checkpoint had its default.
         before = self._defaults() | saved["settings"]
         for name in sorted(saved["settings"].keys() | ours["settings"].keys()):
-            if name == "max_steps" and self._longer_changes_nothing():
+            if name in _LENGTH and self._longer_changes_nothing():
                 continue
             if name == "warmup_steps" and self.config.lr_scheduler_type == "constant":  # which has none
                 continue

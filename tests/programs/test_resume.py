@@ -554,6 +554,20 @@ def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name
         changed.check(tmp_path, saved)
 
 
+def test_a_run_by_epochs_may_be_made_longer_unless_its_rate_follows_from_them(tmp_path):
+    def description(**changes) -> RunDescription:
+        config = TrainerConfig(**{"lr_scheduler_type": "constant", "warmup_steps": 0} | changes)
+        return RunDescription(config, [], ranks=1)
+
+    saved, identity = description(num_train_epochs=1.0, max_steps=7).fields, description().identity("m")
+    for changes in ({"num_train_epochs": 2.0, "max_steps": 14}, {"max_steps": 9}):
+        description(**changes).check(tmp_path, saved)
+        assert description(**changes).identity("m") == identity
+    saved = description(num_train_epochs=1.0, max_steps=7, lr_scheduler_type="linear").fields
+    with pytest.raises(ConfigError, match="max_steps is 7 there and 14 here: leave it as it was"):
+        description(num_train_epochs=2.0, max_steps=14, lr_scheduler_type="linear").check(tmp_path, saved)
+
+
 def test_a_file_of_the_users_may_be_given_by_another_path(tmp_path, monkeypatch):
     (tmp_path / "mine.py").touch()
     (tmp_path / "below").mkdir()
