@@ -103,6 +103,11 @@ def read_inputs(config: TrainerConfig, *, rank: int, world_size: int, device: to
     if config.num_train_epochs is not None:
         config.max_steps = math.ceil(config.num_train_epochs * stream.steps_per_epoch) * config.num_iterations
         log.info("%g epochs of %d prompts are %d steps", config.num_train_epochs, len(examples), config.max_steps)
+    if config.load_best_model_at_end and not config.callback:  # which may save after any step
+        meet = math.lcm(config.save_steps, config.eval_steps)
+        may_meet = meet <= max(config.max_steps, config.save_steps, config.eval_steps)
+        remedy = f"no checkpoint of {config.max_steps} steps is evaluated: make save_steps a multiple of eval_steps"
+        config.check(may_meet, load_best_model_at_end=remedy)
     make_schedule(torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate), config)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
     if held_out and held_out[0].columns.keys() != examples[0].columns.keys():

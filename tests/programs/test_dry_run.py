@@ -56,6 +56,13 @@ def printed(given, capsys):
     return run
 
 
+def test_a_best_model_needs_a_checkpoint_that_is_evaluated(printed):
+    best = {"load_best_model_at_end": True, "save_steps": 30, "eval_steps": 50}
+    with pytest.raises(ConfigError, match="load_best_model_at_end=True: no checkpoint of 100 steps is evaluated: make"):
+        printed(**best, max_steps=100)
+    assert printed(**best, max_steps=150) and printed(**best | {"save_steps": 50}, max_steps=2)
+
+
 def test_it_finds_everything_and_leaves_nothing(given, printed, model, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         output = printed()
