@@ -90,9 +90,9 @@ def _fault(run: Run, completions: int, *, drew: bool, masked: bool, applied: boo
         )
     if masked:
         return (
-            f"does nothing: all {completions} completions are cut at max_completion_length="
-            f"{run.config.max_completion_length}, and mask_truncated_completions leaves them out: begin a new run with "
-            "a larger one, or without mask_truncated_completions"
+            f"does nothing: all {completions} completions are cut, at max_completion_length="
+            f"{run.config.max_completion_length} or at another limit of an episode, and mask_truncated_completions "
+            "leaves them out: begin a new run with larger ones, or without mask_truncated_completions"
         )
     if not applied:
         return (

@@ -161,7 +161,7 @@ def test_five_steps_in_a_row_with_one_reward_for_all_are_shown_once(train):
 def test_steps_without_a_token_to_train_on_end_the_run_after_some_in_a_row(train):
     _, error, rows = train(max_steps=6, max_completion_length=1, mask_truncated_completions=None)
     assert (
-        "steps 1, 2, 3, 4, 5 taught the policy nothing: the last does nothing: all 16 completions are cut at max_comp"
+        "steps 1, 2, 3, 4, 5 taught the policy nothing: the last does nothing: all 16 completions are cut, at max_com"
         in error
     )
     assert error.endswith("goes on after step 5")
