@@ -8,6 +8,7 @@ own: this file, run as a script.
 import atexit
 import json
 import logging
+import os
 import re
 import select
 import signal
@@ -452,12 +453,14 @@ CPU_SECONDS = 4.0  # not of the clock: what earns a reward must not depend on ho
 class MathProcess:
     """A process that runs `math-verify`, which finds nothing equal in a thread, and computes 9^{9^9} for ever. A
     question starts it if there is none. It ends with its parent, when its stdin closes, and at a question that takes
-    CPU_SECONDS or, if it waits for something else, `deadline` seconds, which means no."""
+    CPU_SECONDS or, if it waits for something else, `deadline` seconds, which means no. A fork of the parent starts one
+    of its own."""
 
     def __init__(self, command: list[str], deadline: float):
         self.command, self.deadline = command, deadline
         self.process: subprocess.Popen | None = None
         self.lock = threading.Lock()
+        os.register_at_fork(after_in_child=self.forget)
 
     def equal(self, text: str, gold: str) -> bool:
         """Tell whether the two expressions are equal. Raises RuntimeError if the process cannot start."""
@@ -481,6 +484,17 @@ class MathProcess:
         )
         if self.process.stdout.readline() != "ready\n":
             raise RuntimeError("math-verify is installed but does not start: repair it or uninstall it.")
+
+    def forget(self) -> None:
+        """Leave the process and the lock to the parent of this fork."""
+        self.lock = threading.Lock()
+        if self.process is not None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for pipe in (self.process.stdin, self.process.stdout):
+                os.dup2(nothing, pipe.fileno(), inheritable=False)
+            os.close(nothing)
+            self.process.returncode = 0  # it is no child of this one
+            self.process = None
 
     def stop(self) -> None:
         if self.process is not None:

@@ -462,6 +462,28 @@ def test_threads_get_their_own_answers():
     process.stop()
 
 
+def test_a_fork_asks_a_process_of_its_own():
+    script = """
+import os, sys
+from grpo.rewards.answers import MathProcess
+same = 'import json, sys; print("ready", flush=True)\\nfor line in sys.stdin:\\n  a, b = json.loads(line)'
+process = MathProcess([sys.executable, "-c", same + "\\n  print(json.dumps(a == b), flush=True)"], 10)
+assert process.equal("x", "x")
+pid = process.process.pid
+process.lock.acquire()  # as by a thread that asks meanwhile
+if (child := os.fork()) == 0:
+    is_right = process.equal("y", "y") and not process.equal("x", "y") and process.process.pid != pid
+    process.stop()
+    os._exit(not is_right)
+process.lock.release()
+assert process.equal("x", "x") and process.process.pid == pid
+assert os.waitpid(child, 0)[1] == 0
+assert process.equal("z", "z") and process.process.pid == pid
+"""
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", script]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=60)
+
+
 @pytest.fixture
 def parent(tmp_path):
     """A running script that has asked a process its first question, and has printed the pid of that process."""
