@@ -18,6 +18,7 @@ import threading
 import unicodedata
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from importlib.util import find_spec
 
 BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -77,12 +78,16 @@ SYNONYMS = {  # of LaTeX
 }
 SYNONYMS = {re.compile(rf"{written}(?![A-Za-z])"): latex for written, latex in SYNONYMS.items()}
 LONGEST = 1000  # characters; anything longer can only be equal as a string
-MATHEMATICS = re.compile(r"[0-9\\^_=<>+*/(\[{|]")
+MATHEMATICS = re.compile(r"[0-9\\^_=<>+*/(\[{|]|\b[A-Za-z] ?- ?[A-Za-z]\b|^- ?[A-Za-z]\b")  # p-q, and not T-shirt
 MARKDOWN = re.compile(r"(\*\*|__|[*_`])([^*_`]+)\1")
 TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 NAME = r"(?:[A-Za-z]|[A-Z]{2})(?:_(?:\w|\{\w{1,3}\}))?(?:\([\w, ]{1,9}\))?"  # x_1, AB, f(2)
 VARIABLE = re.compile(rf"{NAME}(?: ?[-+] ?{NAME})*\s*=(?!=)")
 DELIMITERS = re.compile(r"\$\$?([^$]*)(?<!\\)\$\$?|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]", re.DOTALL)
+
+
+PERIOD = re.compile(r"(?<!\\right)(?<=[\w})$\]*`])\.$")
+WORDY = re.compile(r"[A-Za-z]{4}|\b(?:or|no)\b|\w \w")  # what names no unknown before "="
 
 
 def same_value(text: str, gold: str) -> bool:
@@ -106,7 +111,9 @@ def same_value(text: str, gold: str) -> bool:
     gold_number, gold, gold_unit = read_value(gold, allow_unit=unit != "" or not re.search(" [a-z]$", gold))
     if units_differ(unit, gold_unit):
         return False
-    is_computed = is_latex or all(map(ARITHMETIC.fullmatch, text.split("=")))
+    first, *rest = split(text, "=")
+    sides = rest if rest and not WORDY.search(first) and is_name(first) else [first, *rest]
+    is_computed = is_latex or all(map(ARITHMETIC.fullmatch, sides))
     if gold_number is not None and (number is not None or not is_computed):
         return number == gold_number
     if not (MATHEMATICS.search(gold) and find_spec("math_verify")):
@@ -124,10 +131,14 @@ def same_value(text: str, gold: str) -> bool:
 
 
 def strip_delimiters(text: str) -> str:
-    r"""Take the text out of $...$, \(...\), \[...\], \boxed{...}, \text{...}, **...** and `...`, and B out of (B)."""
-    text = open_box(text)
-    while match := DELIMITERS.fullmatch(text) or MARKDOWN.fullmatch(text):
-        text = open_box(match[match.lastindex].strip())
+    r"""Take the text out of $...$, \(...\), \[...\], \boxed{...}, \text{...}, **...** and `...`, and B out of (B). A
+    period at the end, and a unit behind, may follow."""
+    text = open_box(PERIOD.sub("", text))
+    while match := DELIMITERS.match(text) or MARKDOWN.match(text):
+        unit = text[match.end() :].strip()
+        if unit and not is_unit(f" {unit}"):
+            break
+        text = open_box(PERIOD.sub("", f"{match[match.lastindex].strip()} {unit}".strip()))
     if match := TEXT.fullmatch(text):
         text = match[1].strip()
     match = re.fullmatch(r"\(([A-Z])\)", text)
@@ -146,7 +157,11 @@ def open_box(text: str) -> str:
 
 
 AND = re.compile(r"\s*,\s*(?:and\s+)?|\s+and\s+")
-ANOTHER_CHOICE = re.compile(r"\b(?!A [a-z])[A-J]\b|\b[a-j][).:]|\b(?:or|nor|not|either|neither|maybe|perhaps)\b")
+# A letter in what a choice stands for, such as the J of "0.05 J", is none.
+ANOTHER_CHOICE = re.compile(
+    r"\b[A-Ja-j](?:\)|[.:](?:\s|$))|^\W*(?![AI] [a-z])[A-J]\b"
+    r"|(?:\b(?:or|nor|and|not|either|neither|maybe|perhaps)\b|[,;/&|?!])\W{0,9}(?:(?!A [a-z])[A-J]|[b-j](?! [a-z]))\b"
+)
 GOLD_CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:](?=\\?\s*[-$\\(0-9]))\\?\s.+")  # with what it stands for
 # Capitals matter in other golds, which may be names or variables.
 ANY_CASE = re.compile(
@@ -196,7 +211,7 @@ NUMBER_IN_TEXT = re.compile(  # a minus sign behind a word, a digit or a bracket
 )
 MIXED = re.compile(r"(?<![\w.,}])([0-9]+) ([0-9]+/[0-9]*[1-9][0-9]*)(?![\w.])")
 FACTOR = rf"(?:-|(?:-?\()+-?)?{DECIMAL}(?:!|\^(?:[0-9]|\{{-?[0-9]{{1,4}}\}}))?\)*"
-ARITHMETIC = re.compile(rf"\s*{FACTOR}(?: ?[-+*/] ?{FACTOR})*\s*")
+ARITHMETIC = re.compile(rf"\s*{FACTOR}(?: ?(?:[-+*/] ?|(?=\()){FACTOR})*\s*")
 # A unit is one of these symbols, a word of three letters and more, or a measure word, but none of CHANGES.
 UNIT = re.compile(
     rf"[ ][aghlms]|/[dghlms]|[ /-]?{LATIN}{{3,}}|[ /-]?(?i:of|an|at|on|in|us|uk|st|nd|rd|th|km|cm|mm|nm|mi|ft|yd|sq|cu"
@@ -426,6 +441,11 @@ def same_shape(text: str, gold: str) -> bool:
     return size == 0 or size in gold_sizes
 
 
+# Before a bracket or a fraction, where math-verify adds as in a mixed number: it would take 4(5) for 9.
+GAP, OPENS = r"(?:\s|\\[,;: !])*", r"(?:\\left\s*)?\("
+PRODUCT = re.compile(
+    rf"(?<![\w.^_])(?<![_^]\{{)(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?={GAP}{OPENS})|\)(?={GAP}(?:{OPENS}|\\[dt]?frac))"
+)
 LATEX_DECIMAL = re.compile(
     r"(?=\.?[0-9])([0-9]*(?:\.([0-9]*))?)(?:\\overline\s*\{([0-9]+)\})?(?:[eE]([-+]?[0-9]{1,3}))?(\s*\\?%)?"
 )
@@ -509,13 +529,15 @@ atexit.register(math_process.stop)
 
 def answer_questions() -> None:
     """Answer each line of JSON [text, gold] on stdin by "true" or "false" on stdout."""
-    from math_verify import LatexExtractionConfig, grader, parse, verify
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from math_verify import LatexExtractionConfig, grader, parse, parser, verify
     from sympy import Expr, PrecisionExhausted, Rational, UnevaluatedExpr
 
     config = LatexExtractionConfig()
     config = replace(config, normalization_config=replace(config.normalization_config, units=False))  # 3t is not 3
 
     def parse_expression(text):
+        text = PRODUCT.sub(r"\g<0>\\cdot ", text)
         text = LATEX_DECIMAL.sub(write_fraction, text)
         text = re.sub(r"\\?\$|\\[()\[\]]", "", text)
         return parse(f"${text}$", [config], parsing_timeout=0)  # 0 is none
@@ -539,6 +561,7 @@ def answer_questions() -> None:
 
         return are_equal_in_size
 
+    parser.latex2sympy = partial(latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False))  # R is not r
     grader.sympy_numeric_eq = check(grader.sympy_numeric_eq)
     grader.sympy_symbolic_eq = check(grader.sympy_symbolic_eq)
     logging.disable()

@@ -179,6 +179,30 @@ EQUAL = {
         \textbf{(B)}\ 12 | B
         \sqrt{\frac{1+\sqrt5}{2}} | √((1+√5)/2)
     """,
+    "products by brackets, other letters, differences of letters": r"""
+        20 | \(4(5) = 20\) | 4(5) = 20 | $4(5)$ | 4(5) | \(4\left(5\right)\)
+        18 | \(12(1.5) = 18\) | 20\left(\frac{9}{10}\right) | \(2(3)(3) = 18\) | $12(1.5) = 18$
+        4 | 10-2(3) = 4 | \(10-2(3)\)
+        \frac34 | 1-4\left(\frac1{16}\right)
+        \frac32 | (3)\frac12
+        x^2+6 | x^2+2(3)
+        3R^2 | R^2 \cdot 3
+        \frac43\pi R^3 | V = \frac43\pi R^3
+        \log_2(3) | \frac{\ln 3}{\ln 2}
+        p - q | p-q | $p-q$ | -q+p
+        -x | - x | $-x$
+    """,
+    "behind an answer": r"""
+        \frac12 | \frac{1}{2}. | $\frac{1}{2}$. | x = \frac{1}{2}. | $\frac{1}{2}$ cm
+        18 | \(18\). | $x = 18$. | **18**. | \(18\) dollars | **18** dollars | $18$ apples. | 18 dollars.
+        (1,2) | (1, 2). | $(1,2)$.
+        B | $B$. | \(B\). | B. I only | B) 0.05 J | B. Vitamin D deficiency | B. It does not change. | B) neither
+        even | \text{Even}.
+        2x+1 | $2x+1$. | 1+2x.
+    """,
+    "names of several signs": r"""
+        5 | AB^2 = 5 | $AB^2 = 5$ | f(-1) = 5 | |z| = 5 | a/b = 5 | m^2+n^2 = 5 | f(f(2)) = 5 | 10a+b = 5 | abc = 5
+    """,
     "other commands of LaTeX": r"""
         \emptyset | \varnothing | ∅
         x \leq 3 | x \leqslant 3
@@ -206,8 +230,25 @@ DIFFERENT = {
         x<1 or x>2 | x<1 and x>2
         y' = 2x | y = 2x
     """,
+    "products by brackets, other letters, differences of letters": r"""
+        9 | \(4(5)\) | 4(5)
+        18 | \(12(6)\) | \frac{15(3)}{1}
+        \frac92 | 4\left(\frac12\right)
+        3 | \sqrt{4(5)}
+        13.5 | \(12(1.5) = 13.5\) | 12(1.5) = 13.5
+        x^2+5 | x^2+2(3)
+        \pi(R^2-r^2) | 0 | \pi(r^2-R^2)
+        \frac{R}{r} | 1 | \frac{r}{R}
+        3R^2 | 3r^2
+        2A+b | 2a+B
+        p - q | q-p | p+q | p
+    """,
+    "behind an answer": r"""
+        18 | **18** million | $18$ or $19$ | \(18\) \(19\) | $18$% off | $18$, $19$
+        B | $B$ or $C$. | B) 12, C 13 | B. C. | B) 12 or C is right | B) 12; c
+    """,
     "no name, another choice": r"""
-        5 | 3 or x = 5 | or = 5 | 2x = 5 | x/2 = 5 | no = 5
+        5 | 3 or x = 5 | or = 5 | 2x = 5 | x/2 = 5 | no = 5 | x is 4 y = 5 | 4 = 5 | a = 4 = 5 | 3a+2 = 5b = 6
         B) 12 | C | A | B) 13
         A. Smith | A
         C. elegans | C
