@@ -437,8 +437,9 @@ reference server, in bfloat16. Greedy answers to {questions} questions of the te
 within tags" is right where the prompt asks for the answer, "last number right" wherever it stands, "form" the share
 that ends with its only `<answer>...</answer>`. Machine: {machine}."""
 
-GSM8K_SIDES = """The other side has the settings of [simple_GRPO](recipes/simple_grpo.md) at this size, its prompt and
-rewards; its form has two pairs of tags. The form is learned and
+GSM8K_SIDES = """The others have the settings of [simple_GRPO](recipes/simple_grpo.md) and
+[Burkov's tutorial](recipes/burkov.md) at this size but AdamW's, their prompts and rewards; two pairs of tags are the
+form. With simple_GRPO's
 [the answers get worse](troubleshooting.md#the-form-is-learned-and-the-answers-get-worse). Other work ran beside: hours
 are no comparison."""
 
