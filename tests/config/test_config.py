@@ -372,10 +372,11 @@ SOURCES = {
     "burkov": {
         **{"max_steps": 500, "prompts_per_step": 7, "num_generations": 14, "max_completion_length": 400, "beta": 0.04},
         **{"learning_rate": 5e-6, "num_iterations": 1, "epsilon": 0.1, "epsilon_high": None},
+        **{"adam_beta2": 0.999, "weight_decay": 0.01, "max_grad_norm": 0.1},
     },
     "simple_grpo": {
         **{"num_generations": 8, "max_completion_length": 700, "temperature": 0.9, "reward_tolerance": 1e-4},
-        **{"beta": 0.04, "epsilon": 0.2, "learning_rate": 1e-6},
+        **{"beta": 0.04, "epsilon": 0.2, "learning_rate": 1e-6, "adam_beta2": 0.999, "max_grad_norm": 0},
         **{"max_steps": 1000 // 4, "steps_per_generation": 16 // 4},
     },
     "geometry3k_vl": {**EASYR1, "num_generations": 5, "max_completion_length": 2048, "prompts_per_step": 128 // 7 * 7},
