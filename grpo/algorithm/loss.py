@@ -267,7 +267,7 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
     return k3.detach() + k2 - k2.detach()
 
 
-def adapt_beta(beta: float, kl: float, *, sequences: int, target: float) -> float:
+def adapt_beta(beta: float, kl: float, *, sequences: float, target: float) -> float:
     """Return the next step's KL coefficient: it grows if the measured KL (nats a token) is above the target. Ziegler et
     al. 2019, arXiv:1909.08593, section 2.2; as in verl, a step of n sequences counts n times."""
     error = min(max(kl / target - 1, -0.2), 0.2)

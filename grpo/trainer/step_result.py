@@ -191,7 +191,8 @@ def _adapt(run: Run, everyone: Mapping[str, Stats], learns: bool) -> dict[str, f
     if config.kl_target is not None and "kl" in everyone:
         metrics["beta"] = progress.beta
         if learns:
-            count, kl = everyone["trained_on"].count, everyone["kl"].mean
+            # A completion counts once, however often it is trained on.
+            count, kl = everyone["trained_on"].count / config.num_iterations, everyone["kl"].mean
             progress.beta = adapt_beta(progress.beta, kl, sequences=count, target=config.kl_target)
     if config.use_adaptive_entropy and learns:
         progress.entropy = everyone["entropy_acted_on"].mean
