@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from grpo.config.errors import ConfigError, one_line, require
 from grpo.config.loss_settings import LossSection
@@ -165,11 +164,10 @@ def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tenso
 
 
 def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSection) -> torch.Tensor:
-    """Keep one value for each ratio: all of [T], or if ratios are of sequences [S] of first tokens, NaN without one."""
+    """Keep one value for each ratio: all of [T], or if ratios are of sequences their means [S], NaN without a token."""
     if settings.importance_sampling_level == "token":
         return values
-    padded = nn.functional.pad(values.float(), (0, 1), value=torch.nan)
-    return padded[inputs.lengths.cumsum(0) - inputs.lengths].masked_fill(inputs.lengths == 0, torch.nan)
+    return inputs.to_sequences(values.float()) / inputs.lengths
 
 
 def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:

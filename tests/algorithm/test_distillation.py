@@ -107,3 +107,20 @@ def test_the_advantage_of_drawn_tokens_has_on_average_the_gradient_of_the_revers
         slopes.append(policy[token].exp() * torch.autograd.grad(loss, student, retain_graph=True)[0])
     exact = 1.5 * (policy.exp() * (policy - of_teacher)).sum()
     assert_rounded(sum(slopes), torch.autograd.grad(exact, student)[0], GRADIENT)
+
+
+def test_a_share_of_clipped_ratios_is_of_all_tokens_where_each_has_its_own_advantage():
+    """A ratio of the sequence is clipped for a token by the sign of that token's advantage."""
+    logprobs = torch.full((4,), -1.0, requires_grad=True)
+    old = logprobs.detach() - math.log(1.5)
+    tokens = Tokens(
+        lengths=torch.tensor([4]),
+        advantages=torch.zeros(1),
+        logprobs=logprobs,
+        old_logprobs=old,
+        entropy=torch.zeros(4),
+        teacher_logprobs=logprobs.detach() + torch.tensor([-1.0, 1.0, 1.0, 1.0]),
+    )
+    size, settings = StepSize(sequences=1, tokens=4), LossSection(importance_sampling_level="sequence")
+    _, metrics = grpo_loss(tokens, size, settings, beta=0.0, entropy_coef=0.0, max_completion_length=4)
+    assert metrics["clip_ratio/region_mean"].tolist() == [0.75]
