@@ -243,6 +243,7 @@ class TrainerConfig(
             "multi_objective_aggregation": self.multi_objective_aggregation != "sum_then_normalize",
             "kl_in_reward": self.kl_in_reward,
             "soft_punish_cache": self.soft_punish_cache > 0 and not self.reward_funcs,
+            "off_policy_mask_threshold": self.off_policy_mask_threshold is not None,
         }
         for name, is_needed in needs_rewards.items():
             remedy = "it needs rewards, and a teacher alone gives none: leave it out"

@@ -47,6 +47,9 @@ IMPOSSIBLE = {
     "--lr_scheduler_type constant --warmup_steps 50": "warmup_steps=50.0: a constant rate has none: use",
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --kl_in_reward": "kl_in_reward=True: it needs rewards",
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --soft_punish_cache 4": "soft_punish_cache=4: it needs",
+    "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --off_policy_mask_threshold 0.1": (
+        "off_policy_mask_threshold=0.1: it needs rewards"
+    ),
     "--teacher_servers http://a:1 --reward_funcs --eval_steps 0 --advantage_estimator passk": (
         "advantage_estimator='passk': it needs rewards"
     ),
