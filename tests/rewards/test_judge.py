@@ -11,6 +11,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 from judges import judging, verdict
+from PIL import Image
 
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
@@ -71,6 +72,39 @@ def test_texts_are_data_that_no_completion_can_end(rubric):
     assert all(number not in inner for number, inner in blocks)
 
 
+def test_a_place_may_be_any_column_and_an_example_of_json_is_none(rubric):
+    columns = {"Correct Answer": ["Paris"], "gold-answer": ["x"]}
+    prompt = '{completion} {Correct Answer} {gold-answer}, as {"score": 3}'
+    with judging(scored) as server:
+        rewards_of(rubric(server.url, prompt=prompt), ["c"], ["Q"], **columns)
+    text = server.asked[0][2]["messages"][1]["content"]
+    assert re.findall(r">\n(.*)\n</data", text) == ["c", "Paris", "x"] and text.endswith(', as {"score": 3}')
+    for wrong in ("{answr}", "{info.gold}"):
+        with judging(scored) as server, pytest.raises(RewardError, match=f"prompt has {wrong}, and there are Correct"):
+            rewards_of(rubric(server.url, prompt="{completion} " + wrong), ["c"], ["Q"], **columns)
+
+
+def test_of_a_chat_it_reads_the_calls_and_knows_a_picture_again(rubric):
+    call = {"type": "function", "function": {"name": "pay", "arguments": {"to": "Bob"}}}
+    completion = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "paid"},
+        {"role": "assistant", "content": "Done."},
+    ]
+
+    def ask(colour: str) -> None:
+        parts = [{"type": "image", "image": Image.new("RGB", (8, 8), colour)}, {"type": "text", "text": "Who?"}]
+        rewards_of(rubric(server.url), [completion], [[{"role": "user", "content": parts}]])
+
+    with judging(scored) as server:
+        for colour, count in (("red", 1), ("red", 1), ("blue", 2)):
+            ask(colour)
+            assert len(server.asked) == count
+    text = server.asked[0][2]["messages"][1]["content"]
+    assert re.search(r"\nuser: <image \w{12}>Who\?\n", text)
+    assert '\n{"name": "pay", "arguments": {"to": "Bob"}}\nDone.\n' in text
+
+
 def test_what_was_answered_is_never_asked_again(rubric):
     with judging(scored) as server:
         name = rubric(server.url)
@@ -90,6 +124,7 @@ def test_what_was_answered_is_never_asked_again(rubric):
         (["SCORE: 2", "none", "SCORE: 4"], 0.3),
         (["none", "SCORE: 11", "SCORE: 4"], None),  # beyond the scale; two of three are not read
         (["SCORE: 4.5", "SCORE: 4", "SCORE: 4"], 0.4),
+        (["\ud83d SCORE: 4", [{"type": "text", "text": "SCORE"}, {"type": "text", "text": ": 4"}], "SCORE: 4"], 0.4),
     ],
 )
 def test_the_median_of_the_votes_that_were_read_counts(rubric, answers, reward):
@@ -98,12 +133,12 @@ def test_the_median_of_the_votes_that_were_read_counts(rubric, answers, reward):
         found, metrics = rewards_of(name, ["three"], ["Q"])
     assert found == pytest.approx([np.nan if reward is None else reward], nan_ok=True)
     assert sorted(body["seed"] for _, _, body in server.asked) == [0, 1, 2]
-    unread = [not re.search(r"SCORE: ([0-9]|10)\b", text) for text in answers]
+    unread = [not re.search(r"SCORE: ([0-9]|10)\b|SCORE.*: 4", str(text)) for text in answers]
     assert metrics["judge/manners/unread"] == pytest.approx(np.mean(unread))
 
 
 def test_a_busy_judge_is_asked_again(rubric):
-    refusals = [(429, {"Retry-After": "1"}, {"error": "slow down"}), (503, {}, {})]
+    refusals = [(429, {"Retry-After": "1"}, {"error": "slow down"}), (503, {"Retry-After": "0.5"}, {})]
     with judging(lambda body, number: refusals[number] if number < 2 else scored(body, number)) as server:
         began = time.monotonic()
         rewards, _ = rewards_of(rubric(server.url), ["three"], ["Q"])
