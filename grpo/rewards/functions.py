@@ -215,7 +215,8 @@ def _take_parts_out(returned: Any, logged: Logged) -> Any:
     completion, and as metrics. Return anything else unchanged. Raises Misuse without either."""
     is_rows = isinstance(returned, Sequence) and returned and all(isinstance(row, Mapping) for row in returned)
     if is_rows:
-        returned = {name: [row.get(name) for row in returned] for name in returned[0]}
+        names = dict.fromkeys(name for row in returned for name in row)  # the first row may lack some
+        returned = {name: [row.get(name) for row in returned] for name in names}
     if not isinstance(returned, Mapping):
         return returned
     parts = dict(returned)
@@ -224,9 +225,10 @@ def _take_parts_out(returned: Any, logged: Logged) -> Any:
     overall = parts.pop(total)
     for name, values in parts.items():
         logged.log_extra(name, values)
+        if any(isinstance(value, str) for value in values):  # a reason in words is for the record alone
+            continue
         for value in values:
-            if not isinstance(value, str):  # a reason in words is for the record alone
-                logged.log_metric(f"rewards/{name}/mean", math.nan if value is None else value)
+            logged.log_metric(f"rewards/{name}/mean", math.nan if value is None else value)
     return overall
 
 

@@ -475,6 +475,14 @@ def test_of_rewards_in_parts_the_overall_trains_and_the_others_are_logged(return
         compute_rewards({"f": lambda **_: rest}, ["p"] * 2, ["a", "b"], {})
 
 
+def test_parts_that_the_first_completion_lacks_are_those_of_the_others():
+    logged = Logged()
+    returned = [{"overall": 0.1}, {"overall": 0.9, "format": 1, "why": "good"}]
+    compute_rewards({"f": lambda **_: returned}, ["p"] * 2, ["a", "b"], {}, logged=logged)
+    assert logged.extra == {"format": [None, 1], "why": [None, "good"]}
+    assert [*logged.metrics] == ["rewards/format/mean"] and logged.metrics["rewards/format/mean"][1] == 1.0
+
+
 def test_what_calls_on_single_completions_log_is_that_of_the_batch():
     async def some(completions, log_extra, log_metric, **kwargs):
         if completions != ["bb"]:
