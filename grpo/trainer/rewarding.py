@@ -111,7 +111,8 @@ def _converse(example: Example, rollout: Rollout) -> list[Message]:
     """Return the prompt's chat with the completion, in messages of role and content alone, as reward servers take them.
     If the prompt ends with the begin of an assistant's message, the completion is its rest."""
     answered = [{"role": message["role"], "content": _content(message)} for message in _messages(rollout)]
-    chat = [] if rollout.branches is not None else example.messages
+    known = [] if rollout.branches is not None else example.messages
+    chat = [{"role": message["role"], "content": _content(message)} for message in known]
     if chat and chat[-1]["role"] == "assistant":
         whole = chat[-1] | {"content": chat[-1]["content"] + answered[0]["content"]}
         return [*chat[:-1], whole, *answered[1:]]

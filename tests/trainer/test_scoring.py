@@ -126,6 +126,16 @@ def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_ha
     assert begun[1]["content"] == "It is", "the example's own messages stay"
 
 
+def test_to_a_reward_model_a_prompts_messages_have_role_and_content_alone():
+    """As reward servers take them, whatever else a dataset's chat has."""
+    chat = [QUESTION | {"name": "Ann"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}, QUESTION]
+    listener = Listener()
+    example = Example(index=0, prompt="p", prompt_ids=[1], columns={}, messages=chat)
+    score_rollouts({"listener": listener}, [example], [rollout("4")], STATE)
+    said = [("user", "2+2?"), ("assistant", CALL_AS_TEXT), ("user", "2+2?"), ("assistant", "4")]
+    assert listener.conversations == [[{"role": role, "content": content} for role, content in said]]
+
+
 def test_a_completion_with_answers_is_its_messages_and_to_a_text_what_the_model_wrote(example):
     """TRL gives functions the messages with the ids of all of them. A reward model reads the calls as text, in messages
     of role and content alone, as reward servers take them."""
