@@ -255,11 +255,14 @@ def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
     return (reasoning + mark + _HERMES.sub(take_out, rest)).strip(), calls
 
 
+_LLAMA3_CALL = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"')
+
+
 def _read_llama3(text: str, _: bool) -> tuple[str, list[Call]]:
     """Read `{"name": ..., "parameters": {...}}`, perhaps after <|python_tag|>, several with ; between them."""
     stripped = text.strip()
     body = stripped.removeprefix("<|python_tag|>").lstrip()
-    if body == stripped and not re.match(r'\{\s*"name"', body):
+    if body == stripped and not _LLAMA3_CALL.match(body):
         return text, []
     calls, place = [], 0
     while place < len(body):

@@ -62,6 +62,7 @@ LLAMA_JSON = ADD_JSON.replace("arguments", "parameters")
         ("qwen2", "the answer is 3", None, []),
         ("llama", LLAMA_JSON, "", [ADD]),
         ("llama", f"<|python_tag|>{LLAMA_JSON}; {LLAMA_JSON}", "", [ADD, ADD]),
+        ("llama", LLAMA_JSON.replace("{", '{"type": "function", ', 1), "", [ADD]),
         ("llama", '{"answer": 3}', None, []),
         ("llama", f"I would say {LLAMA_JSON}", None, []),
         ("mistral", f"[TOOL_CALLS] [{ADD_JSON}, {ADD_JSON}]", "", [ADD, ADD]),
