@@ -49,8 +49,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     if world_size > 1:
         # For verdicts and texts only, so gloo on GPUs too. A rank may finish long before the last one.
         dist.init_process_group("gloo", timeout=timedelta(days=1))
-    # A reward function may change the directory.
-    folder = Path(config.output).absolute() if config.output and rank == 0 else None
+    folder = Path(config.output).absolute() if config.output and rank == 0 else None  # a reward may move
     if folder is not None:
         check_unused("output", folder)
         check_writable("output", folder)
