@@ -9,7 +9,7 @@ has, and of all sequences which stands where; whether they come with old and the
 updates before the one looked at. In a case with "answers" the policy did not draw all tokens; one with "episodes" has
 branches of episodes in place of the sequences; one that is "padded" packs nothing. A case with "spoiled", a sequence
 and an advantage for it, begins with an update that must change nothing; so does one with "masked", of which every
-completion was cut.
+completion was cut. After one that is "scored" a pass without gradients is made, and the weights are copied.
 """
 
 import json
@@ -35,8 +35,10 @@ from grpo.config.sampling_settings import SharedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Group, Sample, make_samples
 from grpo.model.load import load_model, load_tokenizer
+from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
+from grpo.model.sharded import weights_to_save
 from grpo.model.trial import make_batcher, share_rows
 from grpo.run.collective import gather
 from grpo.run.metrics import PhaseClock, Stats, add_stats
@@ -272,6 +274,11 @@ def main(model, cases_file, out) -> None:
                 group["lr"] = rate
             before = weights_of(policy)
             stats = step(engine, samples, config, batcher)
+        if case.get("scored"):  # no backward pass takes what ZeRO-3 fetches ahead for it
+            with torch.no_grad():
+                token_logprobs(policy, batcher.make([([5, 6, 7], [8, 9])], device), temperature=1.0)
+            copied, now = weights_to_save(policy), weights_of(policy)
+            assert rank > 0 or all(torch.equal(values, now[name]) for name, values in copied.items())
         results.append(
             {
                 "before": before,

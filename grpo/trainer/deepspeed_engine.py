@@ -265,13 +265,19 @@ def shard_weights(model: PreTrainedModel, ds_config: dict) -> None:
 
 def _notice_passes(offload: Any, model: PreTrainedModel) -> None:
     """Let DeepSpeed know the begin of a pass, for it fetches weights ahead in the order of the pass before: to it a
-    pass is one of the whole model, and here the body computes. All ranks compute equally many, unless they draw."""
+    pass is one of the whole model, and here the body computes. All ranks compute equally many, unless they draw. What
+    it fetches ahead for a backward pass that does not come it must let go of: nobody could make it whole."""
 
     def begin(*_) -> None:
         if offload.forward_hooks:  # else the weights are whole (whole_weights)
             offload.get_param_coordinator().reset_step()
 
+    def end(*_) -> None:
+        if offload.forward_hooks and not torch.is_grad_enabled():
+            offload.get_param_coordinator()._clean_inflight_param_registry()
+
     body_of(model).register_forward_pre_hook(begin, prepend=True)
+    model.get_output_embeddings().register_forward_hook(end)
 
 
 @contextmanager
