@@ -123,6 +123,8 @@ def launch_here(config: LaunchConfig) -> int:
 
 def visible_cards() -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":  # by which all programs leave them
+        return []
     import torch  # takes seconds: after the settings are known to be good
 
     count = torch.cuda.device_count()

@@ -20,7 +20,7 @@ from trainer_runs import check_alike, check_drawn_alike, finish, lines, options,
 from grpo.clusters.plan import FailureCount, Share, share_of
 from grpo.config.errors import ConfigError
 from grpo.config.programs import LaunchConfig
-from grpo.launch import Programs, launch
+from grpo.launch import Programs, launch, visible_cards
 
 MACHINES = {"nnodes": 2, "master_addr": "node-1", "output_dir": "run"}
 THIRD = MACHINES | {"nnodes": 3, "node_rank": 2, "prompts_per_step": 12, "min_ranks": 3, "workers": 1}
@@ -58,6 +58,14 @@ def test_each_machine_has_its_ranks_and_the_first_one_s_last_card_is_the_server_
     places = {"cards": of_ranks, "server_cards": of_server, "worker_cards": of_workers}
     expected = Share(first=first, ranks=ranks, world_size=world_size, **places)
     assert share_of(LaunchConfig(**settings), cards) == expected
+
+
+def test_no_card_is_taken_where_every_program_leaves_them(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for accelerator, cards in (("cpu", []), ("cuda", ["0", "1"])):
+        monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+        assert visible_cards() == cards
 
 
 def test_failures_are_too_many_after_three_without_a_step_in_between(tmp_path):
