@@ -154,6 +154,7 @@ _NAMES: dict[str | Rule, str] = {
 _SIMPLE_GRPO: dict[str | Rule, str] = {
     "model_name_or_path": "model_path",
     ("_micro_batches", _count): "all_steps",
+    ("_micro_saves", _count): "save_steps",
     ("_micro_steps", _count): "gen_update_steps",
     ("num_generations", _count): "num_pre_Q",
     "epsilon": "clip_param",
@@ -201,7 +202,7 @@ DEFAULTS: dict[str, Settings] = {
     },
     "verl": {**_OF_VERL, "advantage_estimator": "gae", "dataset_answer_column": "reward_model.ground_truth"},
     "easyr1": _OF_VERL,
-    "simple_grpo": {"warmup_steps": 0},
+    "simple_grpo": {"warmup_steps": 0, "adam_beta2": 0.999, "max_grad_norm": 0.0},
 }
 OTHER_MEANINGS = {"log_level"}  # names that TRL has for something else
 

@@ -82,7 +82,7 @@ def _from_shell(text: str, trainer: str, path: Path, wanted: Collection[str]) ->
     """Return the `a.b=c` of a command, or TRL's options, on top of the file that the command names."""
     commands = commands_of(text)
     words = [word for command in commands for word in command]
-    own = _options(commands) if trainer == "trl" else _overrides(words)
+    own = _options(commands, wanted) if trainer == "trl" else _overrides(words)
     base = own.pop("config", None)
     if trainer == "verl":
         name, folder = _value_after("--config-name", words), _value_after("--config-path", words) or "config"
@@ -122,21 +122,32 @@ def _value_after(option: str, words: list[str]) -> str | None:
     return values[-1] if values else None
 
 
-def _options(commands: list[list[str]]) -> Given:
-    """Return the options of the script that a command starts, and of lists of options; accelerate's stand before."""
-    given: dict[str, list[Any]] = {}
+def _options(commands: list[list[str]], wanted: Collection[str]) -> Given:
+    """Return the options of the script that a command starts, and of lists of options; accelerate's stand before. Of
+    several scripts it is the one with grpo in its name, or else with most of the wanted options."""
+    lists: dict[str, list[Any]] = {}
+    runs: list[tuple[str, dict[str, list[Any]]]] = []
     for command in commands:
         script = next((number for number, word in enumerate(command) if word.endswith(".py") or word == "grpo"), None)
         if script is None and not (command and command[0].startswith("--")):
             continue
+        given = lists
+        if script is not None:
+            given = {}
+            runs.append((command[script], given))
         values: list[Any] = []
         for word in command[0 if script is None else script + 1 :]:
             if word.startswith("--"):
-                name, _, value = word.partition("=")
-                values = given[name[2:]] = [_typed(_rest(word, f"{name}="))] if value else []
+                option, _, value = word.partition("=")
+                name = option[2:].replace("-", "_")
+                if not value and name.startswith("no_") and name[3:] in wanted:  # HfArgumentParser's "off"
+                    given[name[3:]] = [False]
+                    continue
+                values = given[name] = [_typed(_rest(word, f"{option}="))] if value else []
             elif not re.match(r"\$[@*{]|\d*[<>]", word):  # more options, or a file for the output
                 values.append(_typed(word))
-    return {name: _joined(values) for name, values in given.items()}
+    _, chosen = max(runs, key=lambda run: ("grpo" in run[0], len({*run[1]} & {*wanted})), default=("", {}))
+    return {name: _joined(values) for name, values in (lists | chosen).items()}
 
 
 def _joined(values: list[Any]) -> Any:

@@ -129,6 +129,8 @@ def trl_settings(path: Path, tree: ast.Module) -> Given:
         positions, defaults = _CALLS[name]
         if name == "from_pretrained" and ast.unparse(call.func).startswith("Fast"):
             defaults = {"load_in_4bit": True}
+        if name == "get_peft_model" and "LoraConfig" in called:
+            defaults = {}  # peft's own, and not unsloth's: its numbers are LoraConfig's
         given |= defaults | _arguments(call, positions, names)
     configs = {name for node in assignments if _name_of(node.value) == "GRPOConfig" for name in _targets(node)}
     for node in assignments:
@@ -147,9 +149,12 @@ def trl_settings(path: Path, tree: ast.Module) -> Given:
 
 
 def _calls_for_the_model(calls: list[ast.Call], assignments: list[ast.Assign]) -> list[ast.expr]:
-    """Return the calls that make what GRPOTrainer trains or, if that is not to be seen, any model."""
+    """Return the calls that make what GRPOTrainer trains or, if that is not to be seen, any model; none if the trainer
+    loads it by its name: others are a judge's or a reward's."""
     trained = [_arguments(call, ["model"], {}).get("model") for call in calls if _name_of(call) == "GRPOTrainer"]
     names = {model for model in trained if isinstance(model, Unknown)}
+    if trained and not names and all(isinstance(model, str) for model in trained):
+        return []
     made = [node.value for node in assignments if _targets(node) & names]
     made = made or [node.value for node in assignments if "Model" in ast.unparse(node.value).partition("(")[0]]
     return [call for call in made if _name_of(call) == "from_pretrained" or getattr(call, "keywords", [])]
@@ -217,6 +222,7 @@ def plain_settings(tree: ast.Module, wanted: Collection[str]) -> Given:
     names = _constants(tree)
     top = [name for node in tree.body if isinstance(node, ast.Assign) for name in _targets(node)]
     pairs = [(name, names[name]) for name in top if name in names]
+    pairs += [(name, names[name]) for name in ("system_prompt",) if name in names]  # simple_GRPO's, in a function
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             pairs += [(each.arg, each.value) for each in node.keywords if each.arg in wanted]

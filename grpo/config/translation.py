@@ -197,8 +197,8 @@ def _rounds_of_sequences(parts: Parts, default: int | None = None) -> Settings:
 
 
 def _length_of_simple_grpo(parts: Parts) -> Settings:
-    batches = parts.take("_micro_batches")
-    return {"max_steps": batches and batches // parts.take("_accumulation", 1)}
+    batches, saves, passes = parts.take("_micro_batches"), parts.take("_micro_saves"), parts.take("_accumulation", 1)
+    return {"max_steps": batches and batches // passes, "save_steps": saves and max(1, saves // passes)}
 
 
 def _length(parts: Parts) -> Settings:

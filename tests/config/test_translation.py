@@ -367,6 +367,24 @@ OF_UNSLOTH = (
         *("vllm_sampling_params: sampling", "use_gradient_checkpointing: unsloth (use gradient_checkpointing)"),
     ],
 )
+SEVERAL_COMMANDS = """
+python prepare_data.py --dataset_name org/raw --seed 7
+accelerate launch train_grpo.py --model_name_or_path org/m --dataset_name org/set --learning-rate 1e-5 \\
+    --num-generations 16 --max-completion-length=1024 --temperature 0.9 --no_gradient_checkpointing \\
+    --no-use-bias-correction-kl --max_steps 300
+python evaluate.py --model_name_or_path out --dataset_name org/test --temperature 0.1 --max_completion_length 4096
+"""
+WRAPPED = """
+lora_config = LoraConfig(r=64, lora_alpha=128, target_modules=["q_proj", "v_proj"])
+model = AutoModelForCausalLM.from_pretrained("org/m")
+model = get_peft_model(model, peft_config=lora_config)
+trainer = GRPOTrainer(model=model, args=GRPOConfig(max_steps=9), reward_funcs=accuracy_reward)
+"""
+JUDGED = """
+judge_model = AutoModelForCausalLM.from_pretrained("org/judge", load_in_4bit=True, dtype=torch.float16,
+                                                   trust_remote_code=True)
+trainer = GRPOTrainer(model="org/m", args=GRPOConfig(max_steps=9), reward_funcs=mine)
+"""
 SIMPLE_GRPO = """
 model_path = "/data/Qwen2.5-7B"
 beta = 0.04
@@ -374,8 +392,10 @@ all_steps = 1000
 num_pre_Q = 8
 train_batch_size = 8
 gen_update_steps = 16
+save_steps = 200
 ds_config = {"gradient_accumulation_steps": 4, "optimizer": {"params": {"lr": 1e-6}}, "zero_optimization": {"stage": 2}}
 def gen_worker():
+    system_prompt = "Think."
     first = SamplingParams(n=num_pre_Q, temperature=0.9, max_tokens=700)
     second = SamplingParams(temperature=0, max_tokens=1)
 """
@@ -512,9 +532,29 @@ FILES = {
         *("simple_grpo", {"grpo_vllm_one.py": SIMPLE_GRPO}),
         {
             **{"model_name_or_path": "/data/Qwen2.5-7B", "max_steps": 250, "prompts_per_step": 4, "temperature": 0.9},
-            **{"steps_per_generation": 4, "warmup_steps": 0},
+            **{"steps_per_generation": 4, "warmup_steps": 0, "save_steps": 50, "system_prompt": "Think."},
+            **{"adam_beta2": 0.999, "max_grad_norm": 0.0},
             **{"max_completion_length": 700, "learning_rate": 1e-6, "beta": 0.04},
         },
+        [],
+    ),
+    "TRL's command between two others": (
+        *("trl", {"run.sh": SEVERAL_COMMANDS}),
+        {
+            **{"model_name_or_path": "org/m", "dataset_name": "org/set", "learning_rate": 1e-5, "temperature": 0.9},
+            **{"num_generations": 16, "max_completion_length": 1024, "gradient_checkpointing": False, "seed": None},
+            **{"use_bias_correction_kl": False, "max_steps": 300},
+        },
+        [],
+    ),
+    "peft's own wrapper": (
+        *("trl", {"train.py": WRAPPED}),
+        {"lora_r": 64, "lora_alpha": 128, "lora_target_modules": ["q_proj", "v_proj"], "model_name_or_path": "org/m"},
+        [],
+    ),
+    "a judge beside the model": (
+        *("trl", {"train.py": JUDGED}),
+        {"model_name_or_path": "org/m", "quantization": None, "dtype": None, "trust_remote_code": None},
         [],
     ),
     "unsloth's cells": ("trl", {"grpo.py": UNSLOTH}, *OF_UNSLOTH),
