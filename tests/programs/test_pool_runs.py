@@ -253,7 +253,7 @@ def check_survives(kinds: list[str], seed: str, words, undisturbed: Path, folder
         kinds = [*kinds]
         while kinds:
             with training(2, settings) as process:
-                time.sleep(chance.uniform(1, 4))
+                time.sleep(chance.uniform(0.5, 3))
                 while kinds and process.poll() is None:
                     killed.append(kind := kinds.pop())
                     if kind == "pool":
