@@ -22,7 +22,6 @@ from altered_trainer import altered, killed_at
 from pictured import encoded
 from processes import left_of, processes_below, ranks_of
 from rounding import NO_KL
-from servers import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_runs import (
     STEPS,
@@ -221,6 +220,20 @@ def has_unread(port: int) -> bool:
     return any(row[1].endswith(f":{port:04X}") and not row[4].endswith(":00000000") for row in rows)
 
 
+def hold_with_a_request(server, process) -> None:
+    """Stop a server so that a request lies before it unread: a step now takes for ever."""
+    for _ in range(20):
+        server.process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            if has_unread(server.port):
+                return
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        server.process.send_signal(signal.SIGCONT)  # it had the request already
+    pytest.fail("no request came")
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(resumable, tmp_path):
     with resumable(max_steps=10**6, save_steps=0, eval_steps=0) as (words, server):
@@ -230,8 +243,7 @@ def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(resumable,
                 reach(process, tmp_path / name, 1)
                 alive = ranks_of(process)
                 below = processes_below(process)
-                server.process.send_signal(signal.SIGSTOP)  # a step now takes for ever
-                wait_until(lambda: has_unread(server.port), 60, process)
+                hold_with_a_request(server, process)
                 if name == "twice":
                     os.killpg(process.pid, signal.SIGINT)
                     time.sleep(1)
