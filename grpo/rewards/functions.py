@@ -349,6 +349,12 @@ def text_of(completion: str | list[Message]) -> str:
     return "\n".join(message["content"] for message in completion if message["role"] == "assistant")
 
 
+def with_calls(content: str, message: Mapping[str, Any]) -> str:
+    """Return a message's content as text, with each of its calls of a tool as a line of JSON."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or []]
+    return "\n".join([*([content] if content or not calls else []), *calls])
+
+
 def call_each_alone(label: str, compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
     """Return an async function for `await_call` that calls this one on all completions at once, as batches of one. The
     calls' logs are logged for the whole batch: a column is null for calls without it."""

@@ -32,6 +32,7 @@ from urllib3.util import Retry
 from grpo.config.command_line import load_yaml
 from grpo.config.errors import ConfigError, RewardError, did_you_mean, one_line
 from grpo.config.loss_settings import JUDGE
+from grpo.rewards.functions import with_calls
 
 log = logging.getLogger(__name__)
 
@@ -425,8 +426,7 @@ def _said(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] if part["type"] == "text" else _name_picture(part) for part in content)
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or []]
-    return "\n".join([*([content] if content or not calls else []), *calls])
+    return with_calls(content, message)
 
 
 def _name_picture(part: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """A run's rewards, in training and in evaluation: those of its functions and its environment, their weights, and which
 are verdicts."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from grpo.config.user_code import Key, user_code
 from grpo.data.records import Example, Rollout
 from grpo.model.reward_model import try_template
 from grpo.rewards.compute import RewardScorer, compute_rewards, start_functions
-from grpo.rewards.functions import Logged, TrainerState
+from grpo.rewards.functions import Logged, TrainerState, with_calls
 from grpo.run.collective import raise_together
 from grpo.wire.rewards import Message
 
@@ -110,19 +109,17 @@ def _messages(rollout: Rollout) -> list[dict[str, Any]]:
 def _converse(example: Example, rollout: Rollout) -> list[Message]:
     """Return the prompt's chat with the completion, in messages of role and content alone, as reward servers take them.
     If the prompt ends with the begin of an assistant's message, the completion is its rest."""
-    answered = [{"role": message["role"], "content": _content(message)} for message in _messages(rollout)]
+    answered = [_plain(message) for message in _messages(rollout)]
     known = [] if rollout.branches is not None else example.messages
-    chat = [{"role": message["role"], "content": _content(message)} for message in known]
+    chat = [_plain(message) for message in known]
     if chat and chat[-1]["role"] == "assistant":
         whole = chat[-1] | {"content": chat[-1]["content"] + answered[0]["content"]}
         return [*chat[:-1], whole, *answered[1:]]
     return [*chat, *answered]
 
 
-def _content(message: dict[str, Any]) -> str:
-    """Return a message's text, with each call of a tool as a line of JSON."""
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or []]
-    return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])
+def _plain(message: dict[str, Any]) -> Message:
+    return {"role": message["role"], "content": with_calls(message["content"], message)}
 
 
 class RewardsLost(RewardError):
