@@ -222,7 +222,8 @@ def plain_settings(tree: ast.Module, wanted: Collection[str]) -> Given:
     names = _constants(tree)
     top = [name for node in tree.body if isinstance(node, ast.Assign) for name in _targets(node)]
     pairs = [(name, names[name]) for name in top if name in names]
-    pairs += [(name, names[name]) for name in ("system_prompt",) if name in names]  # simple_GRPO's, in a function
+    if "system_prompt" in names:  # simple_GRPO's, in a function
+        pairs.append(("system_prompt", names["system_prompt"]))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             pairs += [(each.arg, each.value) for each in node.keywords if each.arg in wanted]
