@@ -225,10 +225,9 @@ class Drawer:
         """Draw more in each row that draws; end the segments that are over, and keep their rows."""
         if not self._rows.drawing:
             return
-        base, place = self._rows.state[[BASE, PLACE], : self._rows.drawing]
         # A row draws beyond its room until somebody looks: not where a model may have no position any more.
-        left = self._longest - int((base + place).max())
-        self._rows.steps(min(self._look_every, left))
+        furthest = int(self._rows.state[[BASE, PLACE], : self._rows.drawing].sum(axis=0).max())
+        self._rows.steps(min(self._look_every, self._longest - furthest))
         ended, is_changed = {*self._rows.look()}, False
         for row, held in enumerate(self._held[: self._rows.drawing]):
             end = int(self._rows.state[PLACE, row]) + 1
